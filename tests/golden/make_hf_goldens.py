@@ -1,0 +1,287 @@
+"""Writes hf_<name>.npz: tiny random Hugging Face models with logits, loss and all gradients.
+
+The goldens are the independent reference of our models and their Hugging Face adapters. They are
+made once and committed; tests only read them, so torch and transformers are not needed to test.
+
+    python tests/golden/make_hf_goldens.py [name ...]     # torch CPU, transformers >= 5
+
+Reference: transformers with eager attention, float32, evaluation mode. Every parameter is drawn
+from a fixed seed, norms and biases included (a norm weight of one or a bias of zero would hide a
+missing multiplication), and rounded to float16 so that the file can store two bytes per value and
+still be exact. Frequencies, windows and soft caps are scaled down so that each of them changes the
+result at 24 tokens; `describe` prints that it does. A sliding window W means W keys, the query's
+own included.
+
+Keys of each file (read with `numpy.load(path)`, no pickle):
+    config          JSON string, `config.to_dict()` of the Hugging Face config
+    meta            JSON string: name, versions, seed, tied, absent_params (names that the tied
+                    model leaves out), param_layout, loss
+    input_ids       int32   [B=2, T=24]
+    logits          float32 [B, T, V=128]
+    loss            float32 [], mean over B*(T-1) of the cross-entropy of token t+1 given t
+    param/<name>    float16 (exact in float32), name and layout as Hugging Face has them
+    grad/<name>     float32, d loss / d param, same names and shapes
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+SEED = 20240607
+BATCH, SEQ_LEN, VOCAB = 2, 24, 128
+MAX_FILE_BYTES = 1_000_000
+
+LINEAR_LAYOUT = "torch Linear: [out, in]"
+CONV1D_LAYOUT = "Conv1D: attention and MLP matrices are [in, out]; embeddings [rows, embed]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Golden:
+    """One golden: the config class and arguments, and what to switch off to see it matter."""
+
+    config_class: str
+    config: dict[str, Any]
+    # Config overrides that each must change the logits; proves that the feature is exercised.
+    ablations: tuple[dict[str, Any], ...]
+    param_layout: str = LINEAR_LAYOUT
+    # Gemma multiplies by (1 + w), so its norm weights are centred on zero.
+    norm_center: float = 1.0
+
+
+LLAMA_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+GOLDENS = {
+    # Wavelengths at theta 1e4, head dim 16: 6.3, 19.9, 62.8, ... tokens. With an original length
+    # of 32 these are one kept, one interpolated and six scaled frequencies: every branch.
+    "llama": Golden(
+        config_class="LlamaConfig",
+        config=dict(
+            **LLAMA_SHAPE,
+            tie_word_embeddings=False,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        ),
+        ablations=({"rope_parameters": PLAIN_ROPE}, {"rms_norm_eps": 1e-1}),
+    ),
+    "llama_linear_rope": Golden(
+        config_class="LlamaConfig",
+        config=dict(
+            **{**LLAMA_SHAPE, "num_hidden_layers": 1},
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        ),
+        ablations=({"rope_parameters": PLAIN_ROPE},),
+    ),
+    "mistral_yarn": Golden(
+        config_class="MistralConfig",
+        config=dict(
+            **{**LLAMA_SHAPE, "num_hidden_layers": 1},
+            tie_word_embeddings=False,
+            sliding_window=None,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            },
+        ),
+        ablations=({"rope_parameters": PLAIN_ROPE},),
+    ),
+    "qwen3": Golden(
+        config_class="Qwen3Config",
+        # 4 heads of 16 on an embedding of 48: the head dim is not embed / heads.
+        config=dict(
+            **{**LLAMA_SHAPE, "hidden_size": 48, "num_hidden_layers": 3, "rms_norm_eps": 1e-6},
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        ),
+        ablations=({"rope_parameters": PLAIN_ROPE},),
+    ),
+    "gpt2": Golden(
+        config_class="GPT2Config",
+        config={
+            "vocab_size": VOCAB,
+            "n_positions": 32,
+            "n_embd": 48,
+            "n_layer": 3,
+            "n_head": 4,
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+        ablations=({"activation_function": "gelu"}, {"layer_norm_epsilon": 1e-1}),
+        param_layout=CONV1D_LAYOUT,
+    ),
+    "gemma2": Golden(
+        config_class="Gemma2Config",
+        config={
+            "vocab_size": VOCAB,
+            "hidden_size": 48,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 256,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+            "rope_parameters": PLAIN_ROPE,
+        },
+        ablations=(
+            {"sliding_window": 64},
+            {"query_pre_attn_scalar": 16},
+            {"attn_logit_softcapping": None},
+            {"final_logit_softcapping": None},
+            {"hidden_activation": "gelu"},
+        ),
+        norm_center=0.0,
+    ),
+}
+
+
+def build_model(golden: Golden, overrides: dict[str, Any] | None = None) -> torch.nn.Module:
+    """The model in float32, evaluation mode, eager attention, parameters still arbitrary."""
+    config = getattr(transformers, golden.config_class)(**{**golden.config, **(overrides or {})})
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    return model.eval()
+
+
+def draw_params(model: torch.nn.Module, norm_center: float) -> dict[str, np.ndarray]:
+    """float16 values for every distinct parameter (a tied head appears once, as the embedding)."""
+    rng = np.random.default_rng(SEED)
+    params = {}
+    for name, param in model.named_parameters():
+        shape = tuple(param.shape)
+        noise = rng.standard_normal(shape)
+        is_norm = len(shape) == 1 and name.endswith("weight")
+        # 0.2 is 1.6/sqrt(64) for matrices: activations near one, attention far from uniform.
+        value = norm_center + 0.3 * noise if is_norm else 0.2 * noise
+        params[name] = value.astype(np.float16)
+    return params
+
+
+def load_params(model: torch.nn.Module, params: dict[str, np.ndarray]) -> None:
+    """Copies the drawn values in; every parameter must be given."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(torch.from_numpy(params[name].astype(np.float32)))
+
+
+def draw_ids() -> torch.Tensor:
+    """int64 [B, T] uniform token ids."""
+    return torch.from_numpy(np.random.default_rng(SEED + 1).integers(0, VOCAB, (BATCH, SEQ_LEN)))
+
+
+def forward(model: torch.nn.Module, ids_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits float32 [B, T, V] and the mean next-token cross-entropy, [], in nats."""
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits_BTV[:, :-1].reshape(-1, VOCAB), ids_BT[:, 1:].reshape(-1)
+    )
+    return logits_BTV, loss
+
+
+def ablation_effects(golden: Golden, params, ids_BT, logits_BTV) -> dict[str, float]:
+    """Largest change of a logit per ablation; raises when one has no visible effect."""
+    effects = {}
+    for overrides in golden.ablations:
+        model = build_model(golden, overrides)
+        load_params(model, params)
+        with torch.no_grad():
+            changed_BTV, _ = forward(model, ids_BT)
+        effect = float((changed_BTV - logits_BTV).abs().max())
+        # Exact instead of tanh gelu moves them by about 1e-3, everything else by more than 0.1.
+        if effect < 1e-4:
+            raise ValueError(f"{overrides} changes the logits by {effect:.1e} only: not exercised")
+        effects[", ".join(overrides)] = effect
+    return effects
+
+
+def make(name: str) -> None:
+    """Writes hf_<name>.npz next to this file. ValueError if it is not a golden to rely on."""
+    golden = GOLDENS[name]
+    model = build_model(golden)
+    params = draw_params(model, golden.norm_center)
+    load_params(model, params)
+    ids_BT = draw_ids()
+    logits_BTV, loss = forward(model, ids_BT)
+    loss.backward()
+    grads = {n: p.grad.numpy().astype(np.float32) for n, p in model.named_parameters()}
+    for param_name, grad in grads.items():
+        if not np.isfinite(grad).all() or not np.abs(grad).max() > 0:
+            raise ValueError(f"{name}: the gradient of {param_name} is zero or not finite")
+    effects = ablation_effects(golden, params, ids_BT, logits_BTV.detach())
+    meta = {
+        "name": name,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "seed": SEED,
+        "tied": bool(model.config.tie_word_embeddings),
+        "absent_params": sorted(set(model.state_dict()) - set(params)),
+        "param_layout": golden.param_layout,
+        "loss": "mean over B*(T-1) of the next-token cross-entropy, nats",
+    }
+    path = HERE / f"hf_{name}.npz"
+    np.savez_compressed(
+        path,
+        config=np.array(json.dumps(model.config.to_dict(), sort_keys=True)),
+        meta=np.array(json.dumps(meta, sort_keys=True)),
+        input_ids=ids_BT.numpy().astype(np.int32),
+        logits=logits_BTV.detach().numpy(),
+        loss=loss.detach().numpy(),
+        **{f"param/{n}": v for n, v in params.items()},
+        **{f"grad/{n}": v for n, v in grads.items()},
+    )
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"{path.name}: got {path.stat().st_size} bytes, limit {MAX_FILE_BYTES}")
+    describe(path, meta, loss.item(), sum(v.size for v in params.values()), effects)
+
+
+def describe(path: Path, meta: dict, loss: float, num_params: int, effects: dict) -> None:
+    """Prints what was written, and how much each ablation moves the logits."""
+    print(f"{path.name}: {path.stat().st_size} bytes, {num_params} params, loss {loss:.6f}")
+    print(f"  absent: {meta['absent_params']}")
+    for what, effect in effects.items():
+        print(f"  without {what}: logits move by {effect:.4f}")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    for golden_name in sys.argv[1:] or GOLDENS:
+        make(golden_name)
