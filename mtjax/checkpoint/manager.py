@@ -1,0 +1,271 @@
+"""Saving and restoring a training state with orbax: asynchronous, atomic, onto any mesh."""
+
+import logging
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from mtjax.checkpoint import directory as disk
+from mtjax.checkpoint import leaves
+from mtjax.checkpoint.manifest import CheckpointMismatch, compare
+from mtjax.config.checkpoint import CheckpointConfig
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointCorrupt(RuntimeError):
+    """A checkpoint that looks finished can't be read; the text names the one to use instead."""
+
+
+class Checkpointer:
+    """The checkpoints of one run.
+
+    `directory` may not exist yet. `manifest` is what `build_manifest` made; it is stored with each
+    checkpoint and compared on restore. Nothing is written or deleted before the first `save`, so a
+    reader can look at the folder of a run that is still training. All processes of a run call
+    every method together.
+    """
+
+    def __init__(
+        self,
+        directory: str | pathlib.Path,
+        config: CheckpointConfig,
+        manifest: Mapping[str, Any],
+    ) -> None:
+        self.directory = pathlib.Path(directory).absolute()
+        self.config = config
+        self.manifest = dict(manifest)
+        self._manager: Any = None
+        disk.check(self.directory)
+        _, ignored = disk.scan(self.directory)
+        disk.report_ignored(self.directory, ignored)
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Steps of all usable checkpoints, in increasing order."""
+        return disk.scan(self.directory)[0]
+
+    def latest_step(self) -> int | None:
+        """The newest usable step, or None. A save still being written does not count."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def step_to_resume(self) -> int | None:
+        """The step that the config says to resume from, or None for a fresh start.
+
+        Raises ValueError when the config names a step, or demands one, that is not there.
+        """
+        if self.config.resume == "never":
+            return None
+        steps, wanted = self.steps(), self.config.restore_step
+        if wanted and wanted not in steps:
+            found = ", ".join(map(str, steps)) or "none"
+            raise ValueError(
+                f"checkpoint.restore_step is {wanted}, but {self.directory} has these usable "
+                f"steps: {found}; choose one of them, or 0 for the newest"
+            )
+        if self.config.resume == "must" and not steps:
+            raise ValueError(
+                f"checkpoint.resume is 'must', but {self.directory} has no usable checkpoint: "
+                "check --run.directory, or set --checkpoint.resume auto to start from step 0"
+            )
+        return wanted or (steps[-1] if steps else None)
+
+    def save(
+        self, step: int, state: Any, data_state: Mapping[str, Any], *, wait: bool = False
+    ) -> None:
+        """Saves `state` (pytree of arrays) and `data_state` (JSON) as the checkpoint of `step`.
+
+        Returns when the arrays are copied to host memory, so the caller may donate them; files
+        are written in the background unless `wait` or the config says otherwise. The checkpoint
+        appears under its name only when complete. An error of the previous background save is
+        raised here.
+        """
+        import orbax.checkpoint as ocp
+
+        manager = self._writer(step)
+        manager.save(
+            step,
+            args=ocp.args.Composite(
+                **{
+                    disk.STATE: ocp.args.PyTreeSave(leaves.to_stored(state)),
+                    disk.DATA_STATE: ocp.args.JsonSave(dict(data_state)),
+                    disk.MANIFEST: ocp.args.JsonSave(self.manifest),
+                }
+            ),
+            force=True,
+        )
+        if wait or not self.config.background:
+            self.wait()
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """The state and data state of `step` (default: what the config says to resume from).
+
+        `abstract_state` is a pytree of jax.ShapeDtypeStruct with a NamedSharding on any mesh; the
+        arrays come back with these shardings, bit for bit as saved. Raises FileNotFoundError when
+        there is no checkpoint, CheckpointMismatch when config, names, shapes or dtypes differ,
+        CheckpointCorrupt when files are damaged.
+        """
+        step = self._existing(self.step_to_resume() if step is None else step)
+        self._compare_manifest(step)
+        state = self._read(step, abstract_state, "", partial=False)
+        return state, self._json(step, disk.DATA_STATE)
+
+    def restore_params(
+        self, abstract_params: Any, step: int | None = None, key: str = "params"
+    ) -> Any:
+        """Only the part of the state under `key`; the rest is not read from disk.
+
+        Shardings as in `restore`; a dtype other than the saved one casts. Only the model config
+        has to match. Raises as `restore`.
+        """
+        step = self._existing(self.step_to_resume() if step is None else step)
+        self._compare_manifest(step, only="config.model")
+        return self._read(step, abstract_params, key + "/", partial=True)
+
+    def wait(self) -> None:
+        """Blocks until the last save is complete on disk; raises its error if it failed."""
+        if self._manager is not None:
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Finishes pending saves and frees the writer; further saves open a new one."""
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    def _writer(self, step: int) -> Any:
+        """The orbax manager; the first call clears the way for `step`."""
+        if self._manager is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                disk.move_aside(self.directory, step)
+            if jax.process_count() > 1:
+                from jax.experimental import multihost_utils
+
+                multihost_utils.sync_global_devices("mtjax_checkpoint_directory")
+            self._manager = _open_manager(self.directory, self.config)
+        return self._manager
+
+    def _existing(self, step: int | None) -> int:
+        steps = self.steps()
+        if step is None or step not in steps:
+            found = ", ".join(map(str, steps)) or "none"
+            wanted = "a checkpoint" if step is None else f"step {step}"
+            raise FileNotFoundError(
+                f"{self.directory} has no usable checkpoint to read: wanted {wanted}, found "
+                f"steps {found}. Check --run.directory and --checkpoint.restore_step"
+            )
+        return step
+
+    def _compare_manifest(self, step: int, only: str = "") -> None:
+        where = f"checkpoint {disk.step_path(self.directory, step)}"
+        saved = self._json(step, disk.MANIFEST)
+        allow = self.config.allow_changes
+        kept = compare(saved, self.manifest, where=where, allow=allow, only=only)
+        if kept and not only:
+            log.info("step %d was saved with other settings: %s", step, "; ".join(kept))
+
+    def _json(self, step: int, item: str) -> Any:
+        try:
+            return disk.read_json(self.directory, step, item)
+        except (OSError, ValueError) as error:
+            raise self._corrupt(step, f"{item}: {error}") from error
+
+    def _read(self, step: int, abstract_tree: Any, prefix: str, *, partial: bool) -> Any:
+        """The arrays whose names start with `prefix`, as the pytree `abstract_tree`."""
+        path = disk.step_path(self.directory, step)
+        wanted = {
+            prefix + name: leaf for name, leaf in leaves.abstract_stored(abstract_tree).items()
+        }
+        started_s = time.monotonic()
+        # asyncio would log each array that a damaged file makes unreadable, one page apiece, in
+        # front of the error that we raise.
+        asyncio_log = logging.getLogger("asyncio")
+        level = asyncio_log.level
+        asyncio_log.setLevel(logging.CRITICAL)
+        try:
+            saved = _stored_metadata(path / disk.STATE)
+            leaves.check_leaves(saved, wanted, f"checkpoint {path}", partial=partial)
+            stored = _read_arrays(path / disk.STATE, wanted)
+        except (CheckpointMismatch, jax.errors.JaxRuntimeError):
+            raise  # a wrong config, out of memory, a lost peer: not the fault of the files
+        # orbax and tensorstore report damaged files as anything from KeyError to bare Exception.
+        except Exception as error:
+            raise self._corrupt(step, str(error) or type(error).__name__) from error
+        finally:
+            asyncio_log.setLevel(level)
+        log.info("restored step %d from %s in %.1f s", step, path, time.monotonic() - started_s)
+        plain = {name.removeprefix(prefix): array for name, array in stored.items()}
+        return leaves.from_stored(plain, abstract_tree)
+
+    def _corrupt(self, step: int, reason: str) -> CheckpointCorrupt:
+        older = [other for other in self.steps() if other < step]
+        advice = (
+            f"The usable checkpoint before it is step {older[-1]}: resume from it with "
+            f"--checkpoint.restore_step {older[-1]}"
+            if older
+            else "There is no older checkpoint: start again with --checkpoint.resume never"
+        )
+        path = disk.step_path(self.directory, step)
+        short = reason.split(" [tensorstore_spec", 1)[0][:500]
+        return CheckpointCorrupt(f"checkpoint {path} is damaged ({short}). {advice}")
+
+
+def _open_manager(directory: pathlib.Path, config: CheckpointConfig) -> Any:
+    """An orbax manager that writes to `directory` and deletes what `config` does not keep."""
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+    keep: list[Any] = [preservation_policy.LatestN(config.keep)]
+    if config.keep_every_steps:
+        keep.append(preservation_policy.EveryNSteps(config.keep_every_steps))
+    options = ocp.CheckpointManagerOptions(
+        step_name_format=ocp.path.step.standard_name_format(
+            step_prefix=disk.STEP_PREFIX, step_format_fixed_length=disk.STEP_DIGITS
+        ),
+        preservation_policy=preservation_policy.AnyPreservationPolicy(keep),
+        enable_async_checkpointing=True,
+        async_options=ocp.options.AsyncOptions(timeout_secs=config.timeout_s),
+        cleanup_tmp_directories=True,
+    )
+    return ocp.CheckpointManager(directory, options=options)
+
+
+def _stored_metadata(path: pathlib.Path) -> dict[str, Any]:
+    """{name: object with shape and dtype} of a stored state, without reading arrays."""
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    return dict(ocp.PyTreeCheckpointHandler().metadata(epath.Path(path)).tree)
+
+
+def _read_arrays(
+    path: pathlib.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """The arrays named in `wanted`, resharded as it says."""
+    import orbax.checkpoint as ocp
+
+    item = dict(wanted)
+    restore_args = {
+        name: ocp.ArrayRestoreArgs(
+            restore_type=jax.Array,
+            dtype=leaf.dtype,
+            sharding=leaf.sharding,
+            global_shape=leaf.shape,
+        )
+        for name, leaf in wanted.items()
+    }
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(
+            path,
+            args=ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=True),
+        )

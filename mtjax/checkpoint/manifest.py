@@ -1,0 +1,143 @@
+"""What a checkpoint was made with, and how that compares with what reads it.
+
+A manifest is a JSON object with the keys `config` (the run's config as nested plain values),
+`mesh` (axis name to size) and `versions` (package name to version).
+"""
+
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_PACKAGES = ("mtjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_ABSENT = "absent"
+
+# Whether a manifest entry must match on resume. The longest dotted prefix decides; what no line
+# names must match, so that a new config field is safe until somebody says otherwise.
+MUST_MATCH: dict[str, bool] = {
+    "mesh": False,
+    "versions": False,
+    "config.checkpoint": False,
+    "config.distributed": False,
+    "config.evaluation": False,
+    "config.logging": False,
+    "config.mesh": False,
+    "config.parallel": False,
+    "config.profile": False,
+    "config.run": False,
+    "config.train.eval_batches": False,
+    "config.train.eval_every_steps": False,
+    "config.train.steps": False,
+    "config.data.num_workers": False,
+    "config.data.prefetch": False,
+}
+
+
+class CheckpointMismatch(ValueError):
+    """The checkpoint does not fit the current config or state; the text lists all differences."""
+
+
+def build_manifest(config: Mapping[str, Any], mesh: Mapping[str, int]) -> dict[str, Any]:
+    """The manifest of a run.
+
+    `config` holds nested plain values (`dataclasses.asdict`), `mesh` axis sizes. Raises ValueError
+    for values that JSON can't hold.
+    """
+    try:
+        plain = json.loads(json.dumps(config))
+    except TypeError as error:
+        raise ValueError(
+            f"the config holds a value that is not plain ({error}), expected numbers, strings, "
+            "booleans, lists and dicts: convert it before building the manifest"
+        ) from error
+    return {"config": plain, "mesh": dict(mesh), "versions": _versions()}
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """All entries that differ, one line "dotted.name: saved -> current" each, sorted by name."""
+    return [f"{name}: {change}" for name, change in _changes(saved, current)]
+
+
+def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple[str, str]]:
+    old, new = _flatten(saved, ""), _flatten(current, "")
+    return [
+        (name, f"{old.get(name, _ABSENT)} -> {new.get(name, _ABSENT)}")
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name, _ABSENT) != new.get(name, _ABSENT)
+    ]
+
+
+def must_match(name: str) -> bool:
+    """Whether the manifest entry `name` (dotted) must be equal on resume."""
+    best = max((p for p in MUST_MATCH if _is_under(name, p)), key=len, default=None)
+    return True if best is None else MUST_MATCH[best]
+
+
+def compare(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    *,
+    where: str,
+    allow: Iterable[str] = (),
+    only: str = "",
+) -> list[str]:
+    """Differences that may stay, as lines for the log.
+
+    `where` names the checkpoint, `allow` holds dotted config prefixes the user accepts, `only`
+    restricts what must match to one dotted prefix. Raises CheckpointMismatch with every difference
+    that must not be.
+    """
+    allowed = [f"config.{prefix}" for prefix in allow]
+    fatal, harmless = [], []
+    for name, change in _changes(saved, current):
+        free = not must_match(name) or any(_is_under(name, prefix) for prefix in allowed)
+        free = free or (bool(only) and not _is_under(name, only))
+        shown = name.removeprefix("config.")
+        (harmless if free else fatal).append((shown, f"{shown}: {change}"))
+    if fatal:
+        names = " ".join(name for name, _ in fatal)
+        raise CheckpointMismatch(
+            f"{where} was made with another config (checkpoint -> now):\n  "
+            + "\n  ".join(line for _, line in fatal)
+            + "\nUse the checkpoint's values, start a new run with another --run.directory, or "
+            f"accept the change with --checkpoint.allow_changes {names}"
+        )
+    return [line for _, line in harmless]
+
+
+def check_steps(train_steps: int, checkpoint_step: int) -> None:
+    """Raises ValueError when a run of `train_steps` steps has nothing left to do."""
+    if train_steps <= checkpoint_step:
+        raise ValueError(
+            f"train.steps is {train_steps}, but the checkpoint is already at step "
+            f"{checkpoint_step}: there is nothing left to train. Set --train.steps above "
+            f"{checkpoint_step} to go on, or start a new run with another --run.directory"
+        )
+
+
+def _is_under(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def _flatten(value: Any, prefix: str) -> dict[str, str]:
+    """Dotted name -> JSON text of each leaf; lists of plain values count as one leaf."""
+    if isinstance(value, Mapping) and value:
+        items = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list | tuple) and any(isinstance(i, Mapping | list) for i in value):
+        items = [(str(index), item) for index, item in enumerate(value)]
+    else:
+        return {prefix: json.dumps(value)}
+    flat: dict[str, str] = {}
+    for key, item in items:
+        flat.update(_flatten(item, f"{prefix}.{key}" if prefix else key))
+    return flat
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -1,0 +1,64 @@
+"""When checkpoints are written, how many are kept, and how a run resumes."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints of one run; they live in `<run.directory>/checkpoints`."""
+
+    every_steps: int = 1000
+    """Steps between two saves, at least 1; 0 saves only at the end and on SIGTERM."""
+
+    at_end: bool = True
+    """Save once more after the last step, whatever `every_steps` says."""
+
+    keep: int = 3
+    """How many of the newest checkpoints stay on disk, at least 1."""
+
+    keep_every_steps: int = 0
+    """Checkpoints at multiples of this step number are never deleted; 0 turns this off."""
+
+    background: bool = True
+    """Write files in a background thread while training goes on. The step only waits for the
+    copy from device to host memory."""
+
+    resume: Literal["auto", "never", "must"] = "auto"
+    """"auto" continues from the newest checkpoint of the run directory if there is one, "must"
+    stops if there is none, "never" starts at step 0 (older checkpoints are moved aside)."""
+
+    restore_step: int = 0
+    """Resume from this step in place of the newest one; 0 takes the newest."""
+
+    allow_changes: tuple[str, ...] = ()
+    """Config fields, as dotted prefixes such as `optimizer.learning_rate`, that may differ from
+    the checkpoint's although they change the numbers."""
+
+    timeout_s: int = 1200
+    """Seconds that processes wait for each other while a checkpoint is written, at least 1."""
+
+    def __post_init__(self) -> None:
+        _require(self.every_steps >= 0, "every_steps", self.every_steps, "0 or more")
+        _require(self.keep >= 1, "keep", self.keep, "1 or more")
+        _require(self.keep_every_steps >= 0, "keep_every_steps", self.keep_every_steps, "0 or more")
+        _require(self.restore_step >= 0, "restore_step", self.restore_step, "0 or more")
+        _require(self.timeout_s >= 1, "timeout_s", self.timeout_s, "1 or more")
+        modes = ("auto", "never", "must")
+        _require(self.resume in modes, "resume", self.resume, f"one of {', '.join(modes)}")
+        if self.restore_step and self.resume == "never":
+            raise ValueError(
+                f"checkpoint.restore_step is {self.restore_step} while checkpoint.resume is "
+                "'never': set checkpoint.resume to 'auto' or 'must', or leave restore_step at 0"
+            )
+
+    def due(self, step: int, total_steps: int) -> bool:
+        """Whether a checkpoint is to be saved after `step` of `total_steps` steps."""
+        if step >= total_steps:
+            return self.at_end
+        return self.every_steps > 0 and step > 0 and step % self.every_steps == 0
+
+
+def _require(ok: bool, field: str, got: object, expected: str) -> None:
+    if not ok:
+        raise ValueError(f"checkpoint.{field} is {got!r}, expected {expected}: change it")
