@@ -1,0 +1,59 @@
+"""How devices are arranged. No field here changes a number the training computes."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+AXES = ("data", "fsdp", "tensor")
+"""Mesh axes, outermost first: tensor innermost, on the fastest links."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the mesh axes; their product is the number of devices."""
+
+    data: int = 1
+    """Replicas of the compute weights, optimizer state split among them (ZeRO-1); -1: the rest."""
+    fsdp: int = 1
+    """Shards of weights, gradients and optimizer state (ZeRO-3); -1: the rest."""
+    tensor: int = 1
+    """Shards of heads, feed-forward and vocabulary, with sequence parallelism; -1: the rest."""
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            if size < 1 and size != -1:
+                raise ValueError(
+                    f"mesh.{axis}: got {size}, expected a positive size or -1 for the rest of the "
+                    "devices; set it to 1 to leave the axis out"
+                )
+        if list(self.sizes.values()).count(-1) > 1:
+            raise ValueError(
+                f"mesh: got -1 for more than one axis ({self.sizes}), expected at most one; "
+                "give the size of the others"
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> size, in mesh order."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def resolve(self, num_devices: int) -> "MeshConfig":
+        """Replace -1 by what is left of `num_devices`; the product must use all of them.
+
+        Raises:
+            ValueError: the sizes don't multiply to `num_devices`.
+        """
+        sizes = self.sizes
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        free = [axis for axis, size in sizes.items() if size == -1]
+        if free and num_devices % fixed == 0:
+            return dataclasses.replace(self, **{free[0]: num_devices // fixed})
+        if free or fixed != num_devices:
+            shape = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+            raise ValueError(
+                f"mesh: got {shape or 'all axes 1'} = {fixed} devices"
+                f"{' times the rest' if free else ''}, expected to use the {num_devices} present; "
+                "change an axis, set one to -1 for the rest, or run with "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={fixed} on CPU"
+            )
+        return self

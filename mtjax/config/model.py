@@ -1,0 +1,244 @@
+"""What the network is. Every field changes the mathematics of the model, none its layout."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mtjax.config.check import require
+
+RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2"]
+AttentionBackend = Literal["auto", "xla", "cudnn"]
+
+GATED_ACTIVATIONS = ("swiglu", "geglu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), half-split layout."""
+
+    theta: float = 10_000.0
+    """Base of the geometric series of wavelengths."""
+    scaling: RopeScaling = "none"
+    """How the frequencies are stretched for contexts longer than those trained on."""
+    factor: float = 1.0
+    """Ratio of the new context length to the original one; 1 unless scaling is set."""
+    original_max_positions: int = 8192
+    """Context length, in tokens, of the original training (llama3 and yarn)."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_max_positions / this are divided by the factor."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_max_positions / this are kept."""
+    beta_fast: float = 32.0
+    """yarn: dimensions that turn more often than this in the original context are kept."""
+    beta_slow: float = 1.0
+    """yarn: dimensions that turn less often than this are divided by the factor."""
+
+    def __post_init__(self) -> None:
+        require(self.theta > 0, "rope.theta", self.theta, "a positive number", "try 10000")
+        if self.scaling == "none":
+            require(
+                self.factor == 1.0,
+                "rope.factor",
+                self.factor,
+                "1.0 while rope.scaling is 'none'",
+                "set rope.scaling to linear, llama3 or yarn, or leave the factor at 1",
+            )
+        else:
+            require(self.factor >= 1, "rope.factor", self.factor, "at least 1", "raise it")
+        if self.scaling == "llama3":
+            require(
+                self.high_freq_factor > self.low_freq_factor,
+                "rope.high_freq_factor",
+                self.high_freq_factor,
+                f"more than rope.low_freq_factor ({self.low_freq_factor})",
+                "raise it",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Softmax attention; fewer key/value heads than query heads make it grouped-query."""
+
+    num_heads: int = 8
+    """Query heads N."""
+    num_kv_heads: int | None = None
+    """Key and value heads K, a divisor of num_heads; None means num_heads, 1 is multi-query."""
+    head_dim: int | None = None
+    """Width H of a head; None means embed_dim / num_heads."""
+    qkv_bias: bool = False
+    """Add a bias to the query, key and value projections."""
+    out_bias: bool = False
+    """Add a bias to the output projection."""
+    qk_norm: bool = False
+    """RMS-normalise each query and key head before the rotation (Dehghani et al. 2023)."""
+    windows: tuple[int, ...] = ()
+    """Sliding windows in tokens, cycled over the layers; 0 is full attention, () full in all."""
+    logit_softcap: float | None = None
+    """Squash attention logits to (-c, c) by c * tanh(logit / c) (Gemma 2)."""
+    scale: float | None = None
+    """Factor on query-key products; None means head_dim ** -0.5."""
+    dropout: float = 0.0
+    """Share of attention weights zeroed in training, in [0, 1)."""
+    backend: AttentionBackend = "auto"
+    """Who computes it; auto takes cuDNN on GPU where it supports the features, else XLA."""
+
+    def __post_init__(self) -> None:
+        kv = self.num_kv_heads
+        require(self.num_heads > 0, "attention.num_heads", self.num_heads, "> 0", "raise it")
+        require(
+            kv is None or (kv > 0 and self.num_heads % kv == 0),
+            "attention.num_kv_heads",
+            kv,
+            f"a divisor of num_heads ({self.num_heads})",
+            "take one of "
+            + ", ".join(str(d) for d in range(1, self.num_heads + 1) if self.num_heads % d == 0),
+        )
+        require(
+            all(w >= 0 for w in self.windows),
+            "attention.windows",
+            self.windows,
+            "window sizes of at least 0",
+            "use 0 for full attention",
+        )
+        require(
+            0 <= self.dropout < 1,
+            "attention.dropout",
+            self.dropout,
+            "a share in [0, 1)",
+            "0 turns it off",
+        )
+        cap = self.logit_softcap
+        require(
+            cap is None or cap > 0,
+            "attention.logit_softcap",
+            cap,
+            "a positive number",
+            "None turns it off",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer."""
+
+    vocab_size: int = 512
+    """Number of token ids V, unpadded; ids must be smaller."""
+    vocab_multiple: int = 128
+    """Embedding rows are padded to a multiple of this, whatever the mesh, so that they shard."""
+    embed_dim: int = 256
+    """Width D of the residual stream."""
+    num_layers: int = 4
+    """Number of transformer blocks L."""
+    ffn_dim: int = 1024
+    """Inner width F of the feed-forward part."""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    """The attention part of a block."""
+    position: Literal["rope", "learned", "none"] = "rope"
+    """How the model knows where a token stands."""
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    """Settings of the rotation, read when position is rope."""
+    max_positions: int | None = None
+    """Rows of the learned position table; required by position=learned, meaningless otherwise."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm with bias (Ba et al. 2016)."""
+    norm_epsilon: float = 1e-5
+    """Added to the mean square before the root."""
+    norm_unit_offset: bool = False
+    """Store scales as an offset from one, as Gemma does."""
+    post_norm: bool = False
+    """Normalise also the output of attention and feed-forward (Gemma 2)."""
+    activation: Activation = "swiglu"
+    """Feed-forward non-linearity; swiglu and geglu are gated; geglu and gelu use tanh."""
+    mlp_bias: bool = False
+    """Add biases in the feed-forward part."""
+    parallel_residual: bool = False
+    """Feed attention and feed-forward from the same residual (GPT-NeoX)."""
+    tied_embeddings: bool = False
+    """Use the embedding table as the output head."""
+    embed_scale: bool = False
+    """Multiply embeddings by sqrt(embed_dim) (Gemma)."""
+    logit_softcap: float | None = None
+    """Squash output logits to (-c, c) by c * tanh(logit / c)."""
+    dropout: float = 0.0
+    """Share of residual-branch outputs and embeddings zeroed in training, in [0, 1)."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; output projections use init_std / sqrt(2 L)."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "vocab_multiple", "embed_dim", "num_layers", "ffn_dim"):
+            value = getattr(self, name)
+            require(value > 0, f"model.{name}", value, "a positive integer", "raise it")
+        attention = self.attention
+        require(
+            attention.head_dim is not None or self.embed_dim % attention.num_heads == 0,
+            "model.embed_dim",
+            self.embed_dim,
+            f"a multiple of attention.num_heads ({attention.num_heads})",
+            "or set attention.head_dim",
+        )
+        require(
+            self.position != "rope" or self.head_dim % 2 == 0,
+            "attention.head_dim",
+            self.head_dim,
+            "an even number while position is 'rope'",
+            "change head_dim or position",
+        )
+        require(
+            (self.max_positions is not None) == (self.position == "learned"),
+            "model.max_positions",
+            self.max_positions,
+            "a number exactly when model.position is 'learned'",
+            "set both or neither",
+        )
+        require(
+            self.position == "rope" or self.rope == RopeConfig(),
+            "model.rope",
+            self.rope,
+            f"the defaults while model.position is {self.position!r}",
+            "set model.position to rope or drop the rope settings",
+        )
+        require(
+            not self.norm_unit_offset or self.norm == "rmsnorm",
+            "model.norm_unit_offset",
+            self.norm_unit_offset,
+            "False with layernorm",
+            "use norm rmsnorm",
+        )
+        require(
+            not (self.parallel_residual and self.post_norm),
+            "model.post_norm",
+            self.post_norm,
+            "False with parallel_residual",
+            "choose one",
+        )
+        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)", "0 is off")
+        cap = self.logit_softcap
+        require(
+            cap is None or cap > 0, "model.logit_softcap", cap, "a positive number", "None is off"
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Width H of an attention head."""
+        return self.attention.head_dim or self.embed_dim // self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads K."""
+        return self.attention.num_kv_heads or self.attention.num_heads
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward part multiplies two projections."""
+        return self.activation in GATED_ACTIVATIONS
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: vocab_size rounded up to vocab_multiple."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Sliding window of each layer, in tokens; 0 is full attention."""
+        pattern = self.attention.windows or (0,)
+        return tuple(pattern[i % len(pattern)] for i in range(self.num_layers))

@@ -1,0 +1,135 @@
+"""Who computes softmax(Q K^T) V. Each backend declares what it supports."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mtjax.layers.dropout import keep_mask
+from mtjax.sharding import local_map
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """The static features of one attention call; it is always causal."""
+
+    scale: float
+    window: int = 0
+    """Tokens a query sees, itself included; 0 is all before it."""
+    softcap: float | None = None
+    dropout: float = 0.0
+    packed: bool = False
+    """Segment ids are given."""
+    cached: bool = False
+    """Keys are a buffer longer than the queries, at an offset known at run time."""
+
+
+def unsupported(backend: str, call: AttentionCall, head_dim: int, dtype: Any) -> str | None:
+    """Why `backend` can't compute `call` on heads of this width and dtype; None if it can."""
+    if backend == "xla":
+        return None
+    # jax.nn's cuDNN path: fused attention, forward and backward, without an attention-logit
+    # hook or a dropout argument.
+    if call.softcap is not None:
+        return "attention.logit_softcap"
+    if call.dropout > 0:
+        return "attention.dropout"
+    if call.cached:
+        return "generation with a cache"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"{jnp.dtype(dtype).name} activations"
+    if head_dim > 128 or head_dim % 8:
+        return f"head_dim {head_dim} (at most 128, a multiple of 8)"
+    return None
+
+
+def attend(
+    backend: str,
+    call: AttentionCall,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segments_BT: jax.Array | None,
+    keys_B: jax.Array | None,
+    offset: int | jax.Array,
+) -> jax.Array:
+    """Causal attention [B, T, N, H]; query t stands at key index t + offset.
+
+    Raises:
+        ValueError: the backend does not support the call, or is still "auto".
+    """
+    if backend == "auto":
+        raise ValueError(
+            "attention.backend: got 'auto' inside the model, expected it resolved for the mesh's "
+            "platform; use mtjax.config.resolve_backends(config, platform)"
+        )
+    reason = unsupported(backend, call, q_BTNH.shape[-1], q_BTNH.dtype)
+    if reason:
+        raise ValueError(
+            f"attention.backend: got {backend!r}, which does not support {reason}; "
+            "set attention.backend to xla or auto, or change that setting"
+        )
+    if backend == "cudnn":
+        return _attend_cudnn(call, q_BTNH, k_BSKH, v_BSKH, segments_BT)
+    return _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset)
+
+
+def attention_mask(
+    call: AttentionCall,
+    num_queries: int,
+    num_keys: int,
+    segments_BT: jax.Array | None,
+    offset: int | jax.Array,
+) -> jax.Array:
+    """Who sees whom: bool [B or 1, T, S], causal, within the window and the document."""
+    query = jnp.arange(num_queries)[:, None] + offset
+    key = jnp.arange(num_keys)[None, :]
+    mask = key <= query
+    if call.window:
+        mask &= key > query - call.window
+    mask = mask[None]
+    if segments_BT is not None:
+        mask &= segments_BT[:, :, None] == segments_BT[:, None, :]
+    return mask
+
+
+def _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset) -> jax.Array:
+    B, T, N, H = q_BTNH.shape
+    S, K = k_BSKH.shape[1:3]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * jnp.asarray(call.scale, q_BTNH.dtype)
+    # Scores and softmax in float32: bfloat16 loses the small weights of long sequences.
+    logits = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    if call.softcap is not None:
+        logits = call.softcap * jnp.tanh(logits / call.softcap)
+    mask = attention_mask(call, T, S, segments_BT, offset)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(mask, logits, -1e30), axis=-1).astype(v_BSKH.dtype)
+    if call.dropout > 0:
+        names = ("batch", "act_heads", None, "seq", None)
+        keep = keep_mask(keys_B, call.dropout, weights.shape[1:], *names)
+        weights = jnp.where(keep, weights / (1.0 - call.dropout), jnp.zeros((), weights.dtype))
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH).reshape(B, T, N, H)
+
+
+def _attend_cudnn(call, q_BTNH, k_BSKH, v_BSKH, segments_BT) -> jax.Array:
+    def core(q, k, v, segments=None):
+        mask = None
+        if segments is not None:
+            # jax.nn has no segment argument: a mask, which becomes a [B, 1, T, S] bias.
+            mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=call.scale,
+            is_causal=True,
+            local_window_size=(call.window - 1, 0) if call.window else None,
+            implementation="cudnn",
+        )
+
+    # An island: its custom partitioning does not survive a partly manual region.
+    heads = ("batch", None, "act_heads", None)
+    operands = (q_BTNH, k_BSKH, v_BSKH) + (() if segments_BT is None else (segments_BT,))
+    names = (heads, heads, heads) + (() if segments_BT is None else (("batch", None),))
+    return local_map(core, names, heads)(*operands)

@@ -1,0 +1,61 @@
+"""One transformer block, described by a spec."""
+
+from dataclasses import dataclass
+
+import jax
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+from mtjax.config.model import ModelConfig
+from mtjax.layers.attention import Attention, BlockInputs, Cache
+from mtjax.layers.dropout import dropout, fold_rows
+from mtjax.layers.mlp import Mlp
+from mtjax.layers.norm import make_norm
+from mtjax.sharding import reshard, shard
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """What distinguishes one block of a model from another."""
+
+    model: ModelConfig
+    window: int = 0
+    """Sliding window in tokens; 0 is full attention."""
+
+
+class DecoderBlock(nn.Module):
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), or both in parallel."""
+
+    spec: BlockSpec
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: jax.Array, inputs: BlockInputs, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None]:
+        model = self.spec.model
+        attention = Attention(model, self.spec.window, name="attention")
+        x_BTD = shard(x_BTD, "batch", "seq_sp", None)
+        h_BTD = gather_sequence(make_norm(model, "attention_norm")(x_BTD))
+        a_BTD, cache = attention(h_BTD, inputs, cache)
+        a_BTD = self._leave_branch(a_BTD, "attention_post_norm", 1, inputs.keys)
+        residual_BTD = x_BTD if model.parallel_residual else x_BTD + a_BTD
+        m_BTD = Mlp(model, name="mlp")(gather_sequence(make_norm(model, "mlp_norm")(residual_BTD)))
+        m_BTD = self._leave_branch(m_BTD, "mlp_post_norm", 2, inputs.keys)
+        out_BTD = residual_BTD + m_BTD
+        return (out_BTD + a_BTD if model.parallel_residual else out_BTD), cache
+
+    def _leave_branch(self, y_BTD, norm_name: str, site: int, keys_B) -> jax.Array:
+        """Back to the sequence-parallel layout, then post-norm and dropout where asked for."""
+        model = self.spec.model
+        names = ("batch", "seq_sp", None)
+        y_BTD = checkpoint_name(shard(y_BTD, *names), "block_out")
+        if model.post_norm:
+            y_BTD = make_norm(model, norm_name)(y_BTD)
+        if keys_B is None or model.dropout == 0:
+            return y_BTD
+        return dropout(y_BTD, model.dropout, fold_rows(keys_B, site), *names)
+
+
+def gather_sequence(x_BTD: jax.Array) -> jax.Array:
+    """All-gather the sequence over tensor before a projection (Korthikanti et al. 2022)."""
+    return reshard(x_BTD, ("batch", "seq_sp", None), ("batch", "seq", None))

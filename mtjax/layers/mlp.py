@@ -1,0 +1,49 @@
+"""Feed-forward part of a block."""
+
+import jax
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+from mtjax.config.model import ModelConfig
+from mtjax.layers.linear import Linear
+from mtjax.sharding import shard
+
+_ACTIVATIONS = {
+    "swiglu": jax.nn.silu,
+    "geglu": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    # Squared ReLU (So et al. 2021, Primer, arXiv 2109.08668).
+    "relu2": lambda x: jax.numpy.square(jax.nn.relu(x)),
+}
+
+
+class Mlp(nn.Module):
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) when gated (Shazeer 2020)."""
+
+    model: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        model = self.model
+        activation = _ACTIVATIONS[model.activation]
+        up_BTF = self._project_in("up")(x_BTD)
+        if model.gated:
+            h_BTF = activation(self._project_in("gate")(x_BTD)) * up_BTF
+        else:
+            h_BTF = activation(up_BTF)
+        down = Linear(
+            (model.embed_dim,),
+            ("ffn", "embed"),
+            model.init_std / (2 * model.num_layers) ** 0.5,
+            use_bias=model.mlp_bias,
+            name="down",
+        )
+        return down(shard(h_BTF, "batch", "seq", "act_ffn"))
+
+    def _project_in(self, name: str):
+        model = self.model
+        linear = Linear(
+            (model.ffn_dim,), ("embed", "ffn"), model.init_std, use_bias=model.mlp_bias, name=name
+        )
+        return lambda x: checkpoint_name(shard(linear(x), "batch", "seq", "act_ffn"), "ffn_in")

@@ -1,0 +1,1 @@
+"""Models as lists of block specs, and the presets of known families."""

@@ -1,0 +1,178 @@
+"""Initialise and run a model whose layers are stacked in arrays [repeat, ...] per group."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_policies as policies
+
+from mtjax.config.model import ModelConfig
+from mtjax.config.training import TrainConfig
+from mtjax.layers.attention import BlockInputs, Cache
+from mtjax.layers.block import DecoderBlock
+from mtjax.layers.dropout import dropout, fold_rows
+from mtjax.layers.embedding import Embedding, Head
+from mtjax.layers.rope import rope_table
+from mtjax.models.decoder import BlockGroup, block_groups
+from mtjax.sharding import is_boxed, no_mesh, shard
+
+Params = dict[str, Any]
+"""{"embed": ..., "blocks": {"group0": {"block0": leaves [repeat, ...]}}, "head": ...}"""
+
+_EMBEDDING_SITE = 2**31 - 1  # dropout site that no layer index reaches
+
+
+def init_params(model: ModelConfig, key: jax.Array) -> Params:
+    """Boxed float32 parameters, a function of the key and the model alone.
+
+    Each block draws from its own key, folded from its layer index, so that neither the grouping
+    nor the mesh changes a weight.
+    """
+    with no_mesh():
+        embed_key, blocks_key, head_key = jax.random.split(key, 3)
+        ids_BT = jnp.zeros((1, 8), jnp.int32)
+        x_BTD = jnp.zeros((1, 8, model.embed_dim), jnp.float32)
+        inputs = BlockInputs(_rope(model, ids_BT), None, None)
+
+        def init_group(group: BlockGroup) -> Params:
+            def init_position(position: int) -> Any:
+                block = DecoderBlock(group.unit[position])
+                layers = [group.layer_index(r, position) for r in range(group.repeat)]
+                keys = jax.vmap(lambda i: jax.random.fold_in(blocks_key, i))(jnp.array(layers))
+                return jax.vmap(lambda k: block.init(k, x_BTD, inputs)["params"])(keys)
+
+            return {f"block{p}": init_position(p) for p in range(len(group.unit))}
+
+        blocks = {f"group{i}": init_group(g) for i, g in enumerate(block_groups(model))}
+        blocks = jax.tree.map(
+            lambda box: box.replace(names=("layers", *box.names)), blocks, is_leaf=is_boxed
+        )
+        embed = Embedding(model, jnp.dtype(jnp.float32)).init(embed_key, ids_BT, ids_BT)
+        head = Head(model).init(head_key, x_BTD)
+        return {"embed": embed["params"], "blocks": blocks, "head": head["params"]}
+
+
+def abstract_params(model: ModelConfig) -> Params:
+    """Boxed shapes and dtypes of the parameters, without computing them."""
+    return jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+
+
+def forward(
+    model: ModelConfig,
+    train: TrainConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    segments_BT: jax.Array | None = None,
+    keys_B: jax.Array | None = None,
+    caches: Any = None,
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Final hidden states [B, T, D], the output table [V, D], and the updated caches.
+
+    The dtype of the parameters is the compute dtype. `keys_B` turns dropout on.
+    """
+    dtype = params["embed"]["embedding"].dtype
+    x_BTD = Embedding(model, dtype).apply({"params": params["embed"]}, tokens_BT, positions_BT)
+    if keys_B is not None and model.dropout > 0:
+        site = fold_rows(keys_B, _EMBEDDING_SITE)
+        x_BTD = dropout(x_BTD, model.dropout, site, "batch", "seq_sp", None)
+    inputs = BlockInputs(_rope(model, positions_BT), segments_BT, keys_B)
+    new_caches = {}
+    for i, group in enumerate(block_groups(model)):
+        name = f"group{i}"
+        group_caches = None if caches is None else caches[name]
+        x_BTD, new_caches[name] = _run_group(
+            group, train, params["blocks"][name], x_BTD, inputs, group_caches
+        )
+    h_BTD, table_VD = Head(model).apply({"params": params["head"]}, x_BTD)
+    if table_VD is None:
+        table_VD = params["embed"]["embedding"]
+    return h_BTD, table_VD, (None if caches is None else new_caches)
+
+
+def init_caches(model: ModelConfig, batch: int, length: int, dtype: Any) -> Any:
+    """Empty key-value caches for `length` tokens of `batch` sequences, per group and block."""
+    shape = (batch, length, model.num_kv_heads, model.head_dim)
+
+    def one(repeat: int) -> Cache:
+        def buffer():
+            zeros = jnp.zeros((repeat, *shape), dtype)
+            return shard(zeros, "layers", "batch", None, "act_heads", None)
+
+        return Cache(buffer(), buffer(), jnp.zeros((repeat,), jnp.int32))
+
+    return {
+        f"group{i}": {f"block{p}": one(group.repeat) for p in range(len(group.unit))}
+        for i, group in enumerate(block_groups(model))
+    }
+
+
+def _rope(model: ModelConfig, positions_BT: jax.Array) -> jax.Array | None:
+    if model.position != "rope":
+        return None
+    return rope_table(model.rope, model.head_dim, positions_BT)
+
+
+def _run_group(
+    group: BlockGroup,
+    train: TrainConfig,
+    params: Params,
+    x_BTD: jax.Array,
+    inputs: BlockInputs,
+    caches: Any,
+) -> tuple[jax.Array, Any]:
+    def block(spec, x_BTD, layer_params, layer, inputs, cache):
+        if inputs.keys is not None:
+            inputs = inputs._replace(keys=fold_rows(inputs.keys, layer))
+        return DecoderBlock(spec).apply({"params": layer_params}, x_BTD, inputs, cache)
+
+    run = _rematerialised(block, train, unrolled=train.unroll_layers)
+
+    def unit(x_BTD, scanned):
+        unit_params, repeat, unit_caches = scanned
+        out_caches = {}
+        for position, spec in enumerate(group.unit):
+            name = f"block{position}"
+            layer = group.layer_index(repeat, position)
+            cache = None if unit_caches is None else unit_caches[name]
+            x_BTD, out_caches[name] = run(spec, x_BTD, unit_params[name], layer, inputs, cache)
+        return x_BTD, out_caches
+
+    scanned = (params, jnp.arange(group.repeat), caches)
+    return jax.lax.scan(
+        unit, x_BTD, scanned, unroll=group.repeat if train.unroll_layers else 1
+    )
+
+
+def _rematerialised(block: Any, train: TrainConfig, *, unrolled: bool) -> Any:
+    """The block under the rematerialisation that train.remat asks for."""
+    if train.remat == "none":
+        return block
+    policy = None
+    if train.remat == "selective":
+        policy = _selective_policy(train)
+    # Inside a scan common-subexpression elimination can't undo the recomputation.
+    return jax.checkpoint(block, policy=policy, prevent_cse=unrolled, static_argnums=(0,))
+
+
+def _selective_policy(train: TrainConfig) -> Any:
+    """Keep the named tensors, offload others to host; everything else is recomputed."""
+    if train.remat_offload:
+        names = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(train.remat_save),
+            names_which_can_be_offloaded=list(train.remat_offload),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    else:
+        names = policies.save_only_these_names(*train.remat_save)
+    if "attention_out" not in train.remat_save:
+        return names
+
+    def policy(prim, *args, **params):
+        # cuDNN attention's own residuals (output and log-sum-exp), or backward runs it again.
+        if "dot_product_attention_fwd" in str(prim):
+            return True
+        return names(prim, *args, **params)
+
+    return policy

@@ -1,0 +1,229 @@
+"""Logical names of tensor dims, and the one table that maps them to mesh axes.
+
+Layers say what a dim is; this file says where it lives. The same names serve outside and inside
+manual regions, because axes that are absent, of size 1, already used or currently manual drop out.
+"""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import numpy as np
+from flax import linen as nn
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtjax.config.mesh import AXES, MeshConfig
+
+Names = tuple[str | None, ...]
+
+RULES: dict[str, tuple[str, ...]] = {
+    # activations
+    "batch": ("data", "fsdp"),
+    "seq": (),
+    # Megatron sequence parallelism: norms and residuals split the sequence over tensor too.
+    "seq_sp": ("tensor",),
+    "act_heads": ("tensor",),
+    "act_ffn": ("tensor",),
+    "act_vocab": ("tensor",),
+    # parameters
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "ffn": ("tensor",),
+    "vocab": ("tensor",),
+    "position": (),
+    "norm": (),
+    "layers": (),
+}
+"""Logical dim -> mesh axes it is split over."""
+
+_rules: contextvars.ContextVar[dict[str, tuple[str, ...]]] = contextvars.ContextVar(
+    "rules", default=RULES
+)
+
+
+@contextlib.contextmanager
+def override_rules(**rules: tuple[str, ...]) -> Iterator[None]:
+    """Use other mesh axes for some logical dims while tracing, as generation does."""
+    token = _rules.set(_rules.get() | rules)
+    try:
+        yield
+    finally:
+        _rules.reset(token)
+
+
+class Boxed(flax.struct.PyTreeNode, nn.meta.AxisMetadata):
+    """A parameter with the logical names of its dims.
+
+    Not `nn.Partitioned`: its unbox constrains by logical name whenever a mesh is set, and fails.
+    """
+
+    value: Any
+    names: Names = flax.struct.field(pytree_node=False)
+
+    def unbox(self) -> Any:
+        return self.value
+
+    def replace_boxed(self, val: Any) -> "Boxed":
+        return self.replace(value=val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "Boxed":
+        raise NotImplementedError("layers are stacked by mtjax.parallel.stack, not by nn.scan")
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Boxed":
+        raise NotImplementedError("layers are stacked by mtjax.parallel.stack, not by nn.scan")
+
+
+def is_boxed(x: object) -> bool:
+    """Whether `x` is a parameter box: the leaf test for trees of boxes."""
+    return isinstance(x, Boxed)
+
+
+def unbox(tree: Any) -> Any:
+    """Replace each box by its value."""
+    return jax.tree.map(lambda b: b.value if is_boxed(b) else b, tree, is_leaf=is_boxed)
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | np.ndarray | None = None) -> Mesh:
+    """Arrange devices (all by default) in a mesh with automatic axes.
+
+    Raises:
+        ValueError: the axes don't multiply to the number of devices.
+    """
+    flat = np.asarray(jax.devices() if devices is None else devices).reshape(-1)
+    sizes = config.resolve(flat.size).sizes
+    # jax.make_mesh reorders devices for locality; the given order already has hosts outermost.
+    grid = flat.reshape(tuple(sizes.values()))
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def no_mesh() -> Any:
+    """Context without a mesh, for initialisation: its dummy shapes need not divide."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def axis_size(name: str) -> int:
+    """Size of a mesh axis in the current context, 1 where there is none."""
+    return dict(jax.sharding.get_abstract_mesh().shape).get(name, 1)
+
+
+def _free_axes() -> set[str]:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return set()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in types if kind == AxisType.Auto}
+
+
+def spec(*names: str | None) -> P:
+    """Partition spec of dims with these logical names (None: not split) in the current context.
+
+    Raises:
+        ValueError: a name is not in RULES.
+    """
+    free = {axis for axis in _free_axes() if axis_size(axis) > 1}
+    rules = _rules.get()
+    entries: list[str | tuple[str, ...] | None] = []
+    for name in names:
+        if name is not None and name not in rules:
+            raise ValueError(
+                f"logical name: got {name!r}, expected one of {', '.join(rules)}; "
+                "add a rule in mtjax/sharding.py"
+            )
+        axes = tuple(axis for axis in rules[name] if axis in free) if name else ()
+        free -= set(axes)
+        entries.append(axes[0] if len(axes) == 1 else (axes or None))
+    return P(*entries)
+
+
+def shard(x: jax.Array, *names: str | None) -> jax.Array:
+    """Constrain the layout of `x` by the logical names of its dims; no-op without a mesh."""
+    if not _free_axes():
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(*names))
+
+
+def reshard(x: jax.Array, source: Names, target: Names) -> jax.Array:
+    """Move `x` from one layout to another, in its own dtype.
+
+    Both sides are pinned: with the target alone, recomputed and differentiated code moves the
+    float32 value that `x` was cast from.
+    """
+    return shard(shard(x, *source), *target)
+
+
+def local_map(f: Callable[..., Any], in_names: Sequence[Names], out_names: Any) -> Callable:
+    """Run `f` on local blocks, manual over every axis that is still automatic.
+
+    `out_names` is one tuple of names, or a list of them for several outputs. Replication is not
+    checked (it does not nest), so `f` must not be differentiated through collectives of its own.
+    """
+    free = _free_axes()
+    if not free:
+        return f
+    outs = [spec(*n) for n in out_names] if isinstance(out_names, list) else spec(*out_names)
+    return jax.shard_map(
+        f,
+        in_specs=tuple(spec(*n) for n in in_names),
+        out_specs=tuple(outs) if isinstance(outs, list) else outs,
+        axis_names=free,
+        check_vma=False,
+    )
+
+
+def mesh_axes(*names: str) -> tuple[str, ...]:
+    """Mesh axes that split dims with these names here, for collectives inside `local_map`."""
+    axes: tuple[str, ...] = ()
+    for entry in spec(*names):
+        axes += (entry,) if isinstance(entry, str) else (entry or ())
+    return axes
+
+
+def check_divisible(tree: Any) -> None:
+    """Check that the mesh splits every parameter of a tree of boxes evenly.
+
+    Raises:
+        ValueError: naming the parameter, its dim and the axes that don't divide it.
+    """
+    for path, box in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_boxed):
+        for dim, (size, entry) in enumerate(zip(box.value.shape, spec(*box.names), strict=False)):
+            axes = (entry,) if isinstance(entry, str) else (entry or ())
+            parts = math.prod(axis_size(axis) for axis in axes)
+            if size % parts:
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                raise ValueError(
+                    f"parameter {name.removesuffix('.value')}: dim {dim} ({box.names[dim]}) has "
+                    f"{size} entries, expected a multiple of {' x '.join(axes)} = {parts}; "
+                    f"shrink the axis or change the model so that {box.names[dim]} divides"
+                )
+
+
+def compute_shardings(boxes: Any, mesh: Mesh) -> Any:
+    """Sharding of each parameter as layers use it: split over fsdp and tensor."""
+    return jax.tree.map(lambda b: NamedSharding(mesh, spec(*b.names)), boxes, is_leaf=is_boxed)
+
+
+def storage_shardings(boxes: Any, mesh: Mesh) -> Any:
+    """Sharding of each parameter at rest: as computed, and one more dim split over data.
+
+    ZeRO stage 1 (Rajbhandari et al. 2020): masters and optimizer moments live in pieces. The dim
+    is the first that is whole and divides; a leaf without one stays replicated over data.
+    """
+    data = mesh.shape["data"]
+
+    def one(box: Boxed) -> NamedSharding:
+        entries = list(spec(*box.names)) + [None] * (box.value.ndim - len(spec(*box.names)))
+        if data > 1:
+            for dim, (entry, size) in enumerate(zip(entries, box.value.shape, strict=True)):
+                if entry is None and size % data == 0:
+                    entries[dim] = "data"
+                    break
+        return NamedSharding(mesh, P(*entries))
+
+    return jax.tree.map(one, boxes, is_leaf=is_boxed)
