@@ -1,0 +1,1 @@
+"""What a training step will cost, known before a GPU is rented: memory, collectives, FLOPs."""

@@ -1,0 +1,95 @@
+"""Parameter counts and model FLOPs against published numbers."""
+
+import pytest
+
+from mtjax.config.model import AttentionConfig, ModelConfig
+from mtjax.planning.flops import attention_area, count_params, flops_per_token
+
+
+def _decoder(vocab, embed, layers, ffn, heads, kv=None, head_dim=None, qk_norm=False, **kwargs):
+    attention = AttentionConfig(
+        num_heads=heads, num_kv_heads=kv, head_dim=head_dim, qk_norm=qk_norm
+    )
+    return ModelConfig(
+        vocab_size=vocab,
+        embed_dim=embed,
+        num_layers=layers,
+        ffn_dim=ffn,
+        attention=attention,
+        **kwargs,
+    )
+
+
+def _gpt(vocab, embed, layers, heads, positions):
+    return ModelConfig(
+        vocab_size=vocab,
+        embed_dim=embed,
+        num_layers=layers,
+        ffn_dim=4 * embed,
+        attention=AttentionConfig(num_heads=heads, qkv_bias=True, out_bias=True),
+        position="learned",
+        max_positions=positions,
+        norm="layernorm",
+        activation="gelu",
+        mlp_bias=True,
+        tied_embeddings=True,
+    )
+
+
+MODELS = {
+    "llama2-7b": (_decoder(32000, 4096, 32, 11008, 32), 6_738_415_616),
+    "llama3-8b": (_decoder(128256, 4096, 32, 14336, 32, 8), 8_030_261_248),
+    "llama3-70b": (_decoder(128256, 8192, 80, 28672, 64, 8), 70_553_706_496),
+    "mistral-7b": (_decoder(32000, 4096, 32, 14336, 32, 8), 7_241_732_096),
+    "qwen3-0.6b": (
+        _decoder(151936, 1024, 28, 3072, 16, 8, 128, qk_norm=True, tied_embeddings=True),
+        596_049_920,
+    ),
+    "gpt2": (_gpt(50257, 768, 12, 12, 1024), 124_439_808),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameter_counts_are_those_of_the_published_checkpoints(name):
+    model, published = MODELS[name]
+    assert count_params(model) == published
+
+
+@pytest.mark.parametrize(
+    ("embed", "layers", "heads", "billions"),
+    [(2304, 24, 24, 1.7), (12288, 80, 96, 145.6), (25600, 128, 160, 1008.0)],
+)
+def test_gpt_counts_follow_the_formula_of_narayanan_2021(embed, layers, heads, billions):
+    vocab, seq = 51200, 2048
+    formula = 12 * layers * embed**2 + 13 * layers * embed + (vocab + seq) * embed
+    # The paper leaves out the last layer norm.
+    assert count_params(_gpt(vocab, embed, layers, heads, seq)) == formula + 2 * embed
+    assert round(formula / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize(
+    ("name", "seq_len", "gflops"), [("llama2-7b", 4096, 42.8637), ("llama3-8b", 8192, 51.4704)]
+)
+def test_flops_per_token_are_the_reference_values(name, seq_len, gflops):
+    assert round(flops_per_token(MODELS[name][0], seq_len) / 1e9, 4) == gflops
+
+
+def test_a_window_replaces_the_triangle_by_its_band():
+    # Query t sees min(t + 1/2, W) keys on average over its cell: 8 rows of 4, minus a triangle.
+    assert attention_area(8) == 32
+    assert attention_area(8, 4) == 8 * 4 - 4 * 4 / 2
+    assert attention_area(8, 100) == attention_area(8, 8) == attention_area(8)
+
+
+def test_alternating_windows_count_each_layer_by_its_own_area():
+    full = _decoder(512, 64, 4, 128, 4)
+    windows = AttentionConfig(num_heads=4, windows=(16, 0))
+    mixed = ModelConfig(vocab_size=512, embed_dim=64, num_layers=4, ffn_dim=128, attention=windows)
+    # Two of four layers lose 64*64/2 - (64*16 - 16*16/2) pairs, 4*N*H = 256 FLOPs each, times 3.
+    saved = 3 * 2 * (2048 - 896) * 256 / 64
+    assert flops_per_token(full, 64) - flops_per_token(mixed, 64) == saved
+
+
+def test_a_sequence_without_tokens_is_an_error():
+    with pytest.raises(ValueError, match="got 0, expected at least 1"):
+        flops_per_token(_decoder(512, 64, 4, 128, 4), 0)
