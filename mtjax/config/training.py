@@ -191,15 +191,13 @@ class TrainConfig:
     """Steps between evaluations on the held-out split; 0 evaluates only at the end."""
     eval_batches: int = 16
     """Batches per evaluation at most; fewer where the split ends before."""
-    log_every: int = 10
-    """Steps between logged metrics."""
     sample_tokens: int = 0
     """Tokens of text generated at the end of the run as a sample; 0 is none."""
     sample_prompt: str = ""
     """Text that the sample continues; required by sample_tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len", "microbatches", "loss_chunk", "log_every"):
+        for name in ("steps", "batch_size", "seq_len", "microbatches", "loss_chunk"):
             value = getattr(self, name)
             require(value > 0, f"train.{name}", value, "a positive integer", "raise it")
         for name in ("eval_every", "eval_batches", "sample_tokens", "seed", "z_loss"):

@@ -60,21 +60,18 @@ linear_cross_entropy.defvjp(_forward, _backward)
 def _sums_and_gradients(config, with_gradients, x_BTD, table_VD, labels_BT, weights_BT):
     x_BTD = reshard(x_BTD, ("batch", "seq_sp", None), ("batch", "seq", None))
     table_VD = reshard(table_VD, ("vocab", "embed"), ("vocab", None))
-    split = mesh_axes("batch", "seq")
-    outs = [(("batch",)), (("batch",))]
+    outs = [("batch",), ("batch",)]
     if with_gradients:
         # Partial sums leave with a leading device dim; the reduction below, under the
         # parameter's layout, is a reduce-scatter over fsdp.
-        outs += [("batch", "seq", None), ("batch", "vocab", None)]
+        outs += [("batch", "seq_sp", None), ("batch", "vocab", None)]
     local = partial(_local, config, with_gradients, mesh_axes("vocab"))
     names = (("batch", "seq", None), ("vocab", None), ("batch", "seq"), ("batch", "seq"))
-    assert split == mesh_axes("batch"), "the partial sums below don't cover a split sequence"
     total, ce, *gradients = local_map(local, names, outs)(x_BTD, table_VD, labels_BT, weights_BT)
     sums = LossSums(jnp.sum(total), jnp.sum(ce))
     if not with_gradients:
         return sums, None
     dx_BTD, dtables_BVD = gradients
-    dx_BTD = reshard(dx_BTD, ("batch", "seq", None), ("batch", "seq_sp", None))
     return sums, (dx_BTD, shard(jnp.sum(dtables_BVD, axis=0), "vocab", "embed"))
 
 
@@ -121,7 +118,8 @@ def _local(config, with_gradients, vocab_axes, x_BTD, table_VD, labels_BT, weigh
         return sums
     dx_BTD = jnp.concatenate(ys, axis=1) if len(ys) > 1 else ys[0]
     if vocab_axes:
-        dx_BTD = jax.lax.psum(dx_BTD, vocab_axes)
+        # Each device holds the part of dx that its vocabulary gives, for every token.
+        dx_BTD = jax.lax.psum_scatter(dx_BTD, vocab_axes, scatter_dimension=1, tiled=True)
     return (*sums, dx_BTD, carry[2][None])
 
 

@@ -1,0 +1,170 @@
+"""The configuration of a run: one frozen dataclass per concern, checked before any device."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from mtjax.config.check import require
+from mtjax.config.checkpoint import CheckpointConfig
+from mtjax.config.data import DataConfig
+from mtjax.config.mesh import MeshConfig
+from mtjax.config.model import AttentionConfig, ModelConfig, RopeConfig
+from mtjax.config.run import RunConfig
+from mtjax.config.training import (
+    BatchRampConfig,
+    LossScaleConfig,
+    OptimizerConfig,
+    Precision,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "AttentionConfig",
+    "BatchRampConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "LossScaleConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RopeConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "resolve_backends",
+    "validate",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that defines a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The network."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """The arrangement of devices."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """What is trained on."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Length and shape of the training."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer and learning-rate schedule."""
+    precision: Precision = "bf16"
+    """Compute dtype; master weights, gradients and optimizer state are float32 in each."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """Dynamic loss scaling, read when precision is fp16."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When states are saved."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """Folder, reporting, faults and processes of this run."""
+
+
+def validate(config: Config) -> Config:
+    """Check what concerns several parts; returns `config`. Touches no device.
+
+    Raises:
+        ValueError: saying what was got, what was expected, and how to fix it.
+    """
+    model, train = config.model, config.train
+    require(
+        model.max_positions is None or train.seq_len <= model.max_positions,
+        "train.seq_len",
+        train.seq_len,
+        f"at most model.max_positions ({model.max_positions})",
+        "shorten the sequence or enlarge the position table",
+    )
+    schedule = config.optimizer.schedule
+    require(
+        schedule.warmup_steps <= (schedule.decay_steps or train.steps),
+        "optimizer.schedule.warmup_steps",
+        schedule.warmup_steps,
+        f"at most the steps of the schedule ({schedule.decay_steps or train.steps})",
+        "shorten the warm-up",
+    )
+    require(
+        config.precision == "fp16" or config.loss_scale == LossScaleConfig(),
+        "loss_scale",
+        config.loss_scale,
+        f"the defaults while precision is {config.precision!r}",
+        "set precision to fp16 or drop the loss_scale settings",
+    )
+    require(
+        model.attention.backend != "cudnn" or config.precision != "fp32",
+        "model.attention.backend",
+        "cudnn",
+        "xla or auto while precision is 'fp32'",
+        "cuDNN attention computes in bf16 and fp16",
+    )
+    _check_mesh(config)
+    return config
+
+
+def _check_mesh(config: Config) -> None:
+    """Check that every split dim divides, for the axes whose size is given."""
+    model, train, mesh = config.model, config.train, config.mesh
+    splits = [
+        ("tensor", "model.attention.num_heads", model.attention.num_heads),
+        ("tensor", "model.attention.num_kv_heads", model.num_kv_heads),
+        ("tensor", "model.ffn_dim", model.ffn_dim),
+        ("tensor", "model.vocab_multiple", model.vocab_multiple),
+        ("tensor", "train.seq_len", train.seq_len),
+        ("fsdp", "model.embed_dim", model.embed_dim),
+    ]
+    for axis, name, size in splits:
+        parts = max(mesh.sizes[axis], 1)
+        require(
+            size % parts == 0,
+            name,
+            size,
+            f"a multiple of mesh.{axis} ({parts})",
+            f"change it, or shrink mesh.{axis}",
+        )
+    replicas = max(mesh.data, 1) * max(mesh.fsdp, 1)
+    require(
+        (train.batch_size // train.microbatches) % replicas == 0,
+        "train.batch_size",
+        train.batch_size,
+        f"a multiple of train.microbatches ({train.microbatches}) x mesh.data x mesh.fsdp "
+        f"({replicas})",
+        "raise the batch size or lower the microbatches",
+    )
+
+
+def resolve_backends(config: Config, platform: str) -> Config:
+    """Replace each "auto" by what the platform of the mesh's devices has ("cpu" or "gpu").
+
+    Raises:
+        ValueError: the platform lacks what the config asks for.
+    """
+    from mtjax.layers.attention_backends import AttentionCall, unsupported
+
+    attention, train = config.model.attention, config.train
+    on_gpu = platform in ("gpu", "cuda")
+    require(
+        on_gpu or attention.backend != "cudnn",
+        "model.attention.backend",
+        "cudnn",
+        f"xla or auto on platform {platform!r}",
+        "cuDNN runs on NVIDIA GPUs",
+    )
+    require(
+        on_gpu or not train.remat_offload,
+        "train.remat_offload",
+        train.remat_offload,
+        f"() on platform {platform!r}, which has no separate host memory",
+        "drop it, or keep the tensors with train.remat_save",
+    )
+    if attention.backend != "auto":
+        return config
+    call = AttentionCall(
+        scale=1.0,
+        softcap=attention.logit_softcap,
+        dropout=attention.dropout,
+        packed=config.data.separate_documents,
+    )
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[config.precision]
+    cudnn = on_gpu and unsupported("cudnn", call, config.model.head_dim, dtype) is None
+    resolved = dataclasses.replace(attention, backend="cudnn" if cudnn else "xla")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=resolved))

@@ -1,0 +1,1 @@
+"""The training step, what it minimises, and the loop around it."""

@@ -1,0 +1,277 @@
+"""One optimizer step, as a pure function of state and batch.
+
+From outside in: jit > cast to the compute dtype and gather over data, once > region manual over
+data > loop over microbatches > layers (mtjax.parallel.stack). Gradients leave the region as one
+partial sum per data shard and are reduced once, under the layout of the optimizer state.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mtjax.config import Config
+from mtjax.data.batch import Batch
+from mtjax.layers.dropout import row_keys
+from mtjax.parallel.stack import Params, forward
+from mtjax.sharding import axis_size, compute_shardings, reshard, spec, storage_shardings
+from mtjax.training.losses import LossConfig, LossSums, linear_cross_entropy
+from mtjax.training.optimizer import make_schedule
+from mtjax.training.state import History, LossScale, Setup, TrainState
+
+COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+
+Metrics = dict[str, jax.Array]
+
+
+class StepInput(NamedTuple):
+    """A batch on the devices; fields [M, B, T], `rows` [M, B], as in `mtjax.data.batch.Batch`.
+
+    `segments` is None where documents of a sequence see each other; `active` is the number of
+    microbatches that hold data, None for all (a batch ramp makes it vary without recompiling).
+    """
+
+    tokens: jax.Array
+    labels: jax.Array
+    weights: jax.Array
+    positions: jax.Array
+    segments: jax.Array | None
+    rows: jax.Array
+    active: jax.Array | None
+
+
+def batch_specs(config: Config) -> StepInput:
+    """Partition specs of a step's input in the current mesh."""
+    tokens = spec(None, "batch", "seq")
+    segments = tokens if config.data.separate_documents else None
+    active = P() if config.train.batch_ramp else None
+    return StepInput(tokens, tokens, tokens, tokens, segments, spec(None, "batch"), active)
+
+
+def abstract_batch(config: Config, mesh: Mesh) -> StepInput:
+    """Shapes, dtypes and shardings of a step's input."""
+    train = config.train
+    shape = (train.microbatches, train.batch_size // train.microbatches, train.seq_len)
+    with jax.set_mesh(mesh):
+        specs = batch_specs(config)
+
+    def one(partition: P | None, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
+        if partition is None:
+            return None
+        sharding = jax.sharding.NamedSharding(mesh, partition)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return StepInput(
+        tokens=one(specs.tokens, shape),
+        labels=one(specs.labels, shape),
+        weights=one(specs.weights, shape, jnp.float32),
+        positions=one(specs.positions, shape),
+        segments=one(specs.segments, shape),
+        rows=one(specs.rows, shape[:2]),
+        active=one(specs.active, ()),
+    )
+
+
+def batch_loss(
+    config: Config, params: Params, batch: StepInput, key: jax.Array | None
+) -> LossSums:
+    """Sums of one microbatch ([B, T] fields): the oracle of every parallel form of the step.
+
+    `key` is the step's dropout key; None is evaluation.
+    """
+    model, train = config.model, config.train
+    dropped = model.dropout > 0 or model.attention.dropout > 0
+    keys_B = row_keys(key, batch.rows) if key is not None and dropped else None
+    h_BTD, table_VD, _ = forward(
+        model, train, params, batch.tokens, batch.positions, batch.segments, keys_B
+    )
+    loss = LossConfig(model.vocab_size, model.logit_softcap, train.z_loss, train.loss_chunk)
+    return linear_cross_entropy(loss, h_BTD, table_VD, batch.labels, batch.weights)
+
+
+def gather_params(config: Config, setup: Setup, mesh: Mesh, params: Params) -> Params:
+    """Cast masters to the compute dtype, then gather over data: one bf16 all-gather per leaf."""
+    dtype = COMPUTE_DTYPES[config.precision]
+    pin = jax.lax.with_sharding_constraint
+    return jax.tree.map(
+        lambda p, stored, computed: pin(pin(p.astype(dtype), stored), computed),
+        params,
+        storage_shardings(setup.boxes, mesh),
+        compute_shardings(setup.boxes, mesh),
+    )
+
+
+def loss_and_gradients(
+    config: Config,
+    setup: Setup,
+    mesh: Mesh,
+    params: Params,
+    batch: StepInput,
+    key: jax.Array | None,
+    scale: jax.Array | float,
+) -> tuple[LossSums, Params]:
+    """Loss sums of the whole batch, and `scale` times the gradient of their total, in float32.
+
+    `scale` is 1 / global weight, times the loss scale in fp16: applied before the backward pass,
+    so that half-precision cotangents stay in range. Gradients have the layout of the state.
+    """
+    computed = gather_params(config, setup, mesh, params)
+    manual = axis_size("data") > 1
+
+    def local(computed: Params, batch: StepInput, key: Any, scale: Any) -> Any:
+        sums, gradients = _accumulate(config, computed, batch, key, scale)
+        if not manual:
+            return sums, gradients
+        return jax.tree.map(lambda x: x[None], (sums, gradients))
+
+    if not manual:
+        sums, gradients = local(computed, batch, key, scale)
+    else:
+        batched = jax.tree.map(lambda s: _only_data(s), batch_specs(config))
+        sums, gradients = jax.shard_map(
+            local,
+            in_specs=(P(), batched, P(), P()),
+            out_specs=P("data"),
+            axis_names={"data"},
+            check_vma=False,
+        )(computed, batch, key, jnp.asarray(scale, jnp.float32))
+        sums, gradients = jax.tree.map(lambda x: jnp.sum(x, axis=0), (sums, gradients))
+    stored = storage_shardings(setup.boxes, mesh)
+    return sums, jax.tree.map(jax.lax.with_sharding_constraint, gradients, stored)
+
+
+def _only_data(partition: P) -> P:
+    """The part of a spec that concerns the manual axis."""
+
+    def keep(entry: Any) -> Any:
+        axes = (entry,) if isinstance(entry, str) else (entry or ())
+        return "data" if "data" in axes else None
+
+    return P(*(keep(entry) for entry in partition))
+
+
+def _accumulate(
+    config: Config, computed: Params, batch: StepInput, key: Any, scale: Any
+) -> tuple[LossSums, Params]:
+    """Loss sums and scaled float32 gradients over the microbatches of this data shard."""
+
+    def one(microbatch: StepInput) -> tuple[LossSums, Params]:
+        def scaled(params: Params) -> tuple[jax.Array, LossSums]:
+            sums = batch_loss(config, params, microbatch, key)
+            return sums.total * scale, sums
+
+        gradients, sums = jax.grad(scaled, has_aux=True)(computed)
+        return sums, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+
+    num = batch.tokens.shape[0]
+    if num == 1:
+        return one(_microbatch(batch, 0))
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), computed)
+    start = (LossSums(jnp.float32(0), jnp.float32(0)), zeros)
+
+    def body(index: jax.Array, carry: Any) -> Any:
+        return jax.tree.map(jnp.add, carry, one(_microbatch(batch, index)))
+
+    return jax.lax.fori_loop(0, num if batch.active is None else batch.active, body, start)
+
+
+def _microbatch(batch: StepInput, index: Any) -> StepInput:
+    arrays = batch._replace(active=None)
+    return jax.tree.map(
+        lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), arrays
+    )
+
+
+def make_train_step(
+    config: Config, mesh: Mesh, setup: Setup
+) -> Callable[[TrainState, StepInput], tuple[TrainState, Metrics]]:
+    """The step to jit with a donated state; trace it under `jax.set_mesh(mesh)`."""
+    schedule = make_schedule(config.optimizer, config.train.steps)
+
+    def train_step(state: TrainState, batch: StepInput) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
+        weight = jnp.sum(batch.weights)
+        factor = 1.0 if state.loss_scale is None else state.loss_scale.factor
+        # A batch without a single weighted token has zero loss and zero gradients.
+        per_token = 1.0 / jnp.maximum(weight, 1.0)
+        sums, gradients = loss_and_gradients(
+            config, setup, mesh, state.params, batch, key, per_token * factor
+        )
+        if state.loss_scale is not None:
+            gradients = jax.tree.map(lambda g: g / factor, gradients)
+        norm = optax.global_norm(gradients)
+        loss = sums.total * per_token
+        good = _is_good(config, state.history, loss, norm)
+        new_state = _apply(config, setup, state, gradients, norm)
+        if config.run.faults.on_bad_step == "skip" or state.loss_scale is not None:
+            new_state = jax.tree.map(functools.partial(jnp.where, good), new_state, state)
+        new_state = new_state._replace(
+            step=state.step + 1,
+            loss_scale=_next_scale(config, state.loss_scale, good),
+            history=_next_history(state.history, state.step, loss, norm, good),
+        )
+        metrics = {
+            "train/loss": loss,
+            "train/cross_entropy": sums.cross_entropy * per_token,
+            "train/grad_norm": norm,
+            "train/learning_rate": schedule(state.step),
+            "train/weight": weight,
+            "train/skipped": 1.0 - good.astype(jnp.float32),
+        }
+        if state.loss_scale is not None:
+            metrics["train/loss_scale"] = factor
+        return new_state, metrics
+
+    return train_step
+
+
+def _apply(
+    config: Config, setup: Setup, state: TrainState, gradients: Params, norm: jax.Array
+) -> TrainState:
+    """Clip, update moments, move the masters."""
+    clip = config.optimizer.clip_norm
+    if clip is not None:
+        shrink = jnp.minimum(1.0, clip / jnp.maximum(norm, 1e-12))
+        gradients = jax.tree.map(lambda g: g * shrink, gradients)
+    updates, opt_state = setup.optimizer.update(gradients, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return state._replace(params=params, opt_state=opt_state)
+
+
+def _is_good(
+    config: Config, history: History | None, loss: jax.Array, norm: jax.Array
+) -> jax.Array:
+    """Finite, and no spike over the median of the recent good steps once those are enough."""
+    good = jnp.isfinite(loss) & jnp.isfinite(norm)
+    if history is None:
+        return good
+    ratio = config.run.faults.spike_ratio
+    for value, recent in ((loss, history.losses), (norm, history.norms)):
+        # The median is NaN, and the comparison false, until the window is full.
+        good &= ~(value > ratio * jnp.median(recent))
+    return good
+
+
+def _next_history(
+    history: History | None, step: jax.Array, loss: jax.Array, norm: jax.Array, good: jax.Array
+) -> History | None:
+    if history is None:
+        return None
+    push = lambda old, new: jnp.where(good, jnp.roll(old, -1).at[-1].set(new), old)  # noqa: E731
+    return History(push(history.losses, loss), push(history.norms, norm))
+
+
+def _next_scale(config: Config, scale: LossScale | None, good: jax.Array) -> LossScale | None:
+    """Halve on an overflow; double after enough good steps in a row."""
+    if scale is None:
+        return None
+    settings = config.loss_scale
+    good_steps = jnp.where(good, scale.good_steps + 1, 0)
+    grow = good_steps >= settings.growth_interval
+    factor = jnp.where(good, scale.factor, jnp.maximum(scale.factor / 2, settings.minimum))
+    return LossScale(jnp.where(grow, factor * 2, factor), jnp.where(grow, 0, good_steps))
