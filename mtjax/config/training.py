@@ -146,17 +146,23 @@ class LossScaleConfig:
 class BatchRampConfig:
     """Batch-size ramp: start small, grow by equal increments until train.batch_size."""
 
-    start: int
-    """Sequences per step at step 0."""
-    increment: int
+    start: int = 0
+    """Sequences per step at step 0; 0 turns the ramp off."""
+    increment: int = 0
     """Sequences added at each increase."""
-    steps: int
+    steps: int = 0
     """Steps until the full batch size is reached."""
 
     def __post_init__(self) -> None:
         for name in ("start", "increment", "steps"):
             value = getattr(self, name)
-            require(value > 0, f"batch_ramp.{name}", value, "a positive integer", "raise it")
+            require(
+                value > 0 if self.start else value == 0,
+                f"train.batch_ramp.{name}",
+                value,
+                "a positive integer" if self.start else "0 while batch_ramp.start is 0",
+                "set start, increment and steps together",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +177,8 @@ class TrainConfig:
     """Tokens T that the model sees per sequence."""
     microbatches: int = 1
     """Parts M into which a batch is cut; gradients accumulate in float32."""
-    batch_ramp: BatchRampConfig | None = None
-    """Grow the batch over the first steps; None is off."""
+    batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
+    """Grow the batch over the first steps."""
     seed: int = 0
     """Seed of initial weights, data order and dropout."""
     z_loss: float = 0.0
@@ -248,7 +254,7 @@ class TrainConfig:
 
     def _check_ramp(self) -> None:
         ramp = self.batch_ramp
-        if ramp is None:
+        if not ramp.start:
             return
         micro = self.batch_size // self.microbatches
         require(
@@ -270,7 +276,7 @@ class TrainConfig:
     def batch_size_at(self, step: int) -> int:
         """Sequences in the batch of `step` (counted from 0)."""
         ramp = self.batch_ramp
-        if ramp is None or step >= ramp.steps:
+        if not ramp.start or step >= ramp.steps:
             return self.batch_size
         increases = (self.batch_size - ramp.start) // ramp.increment
         return ramp.start + ramp.increment * (step * (increases + 1) // ramp.steps)

@@ -49,7 +49,7 @@ def batch_specs(config: Config) -> StepInput:
     """Partition specs of a step's input in the current mesh."""
     tokens = spec(None, "batch", "seq")
     segments = tokens if config.data.separate_documents else None
-    active = P() if config.train.batch_ramp else None
+    active = P() if config.train.batch_ramp.start else None
     return StepInput(tokens, tokens, tokens, tokens, segments, spec(None, "batch"), active)
 
 

@@ -1,0 +1,143 @@
+"""Recipes: Python files with a `get_config()`, and overrides on top of them."""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtjax.config import Config, validate
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Where a field got its value."""
+
+    field: str
+    """Dotted name, such as model.num_layers."""
+    value: Any
+    source: str
+    """"command line", or the recipe's file."""
+
+
+def recipe_folders() -> list[Path]:
+    """Where recipe names are looked up: ./configs, then those that ship with mtjax."""
+    package = Path(__file__).resolve().parent
+    return [Path("configs"), package.parent / "configs", package / "configs"]
+
+
+def find_recipe(name: str) -> Path:
+    """Path of a recipe given as a file or by its name in configs/, with or without .py.
+
+    Raises:
+        ValueError: there is none; lists the closest names.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    file = name if name.endswith(".py") else f"{name}.py"
+    for folder in recipe_folders():
+        if (folder / file).is_file():
+            return folder / file
+    known = sorted({p.name for f in recipe_folders() for p in f.glob("*.py") if p.name[0] != "_"})
+    close = difflib.get_close_matches(file, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    raise ValueError(f"--config: got {name!r}, expected a file or a recipe of configs/; {hint}")
+
+
+def load_recipe(name: str) -> tuple[Config, Path]:
+    """Run a recipe's `get_config()`.
+
+    Raises:
+        ValueError: no such recipe, no `get_config`, a misspelt field, or an invalid value.
+    """
+    path = find_recipe(name)
+    module_spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
+    if module_spec is None or module_spec.loader is None:
+        raise ValueError(f"--config: got {str(path)!r}, expected a Python file ending in .py")
+    module = importlib.util.module_from_spec(module_spec)
+    with _explained(path):
+        module_spec.loader.exec_module(module)
+        make = getattr(module, "get_config", None)
+        if make is None:
+            raise ValueError("found no get_config(), expected one that returns a Config; define it")
+        config = make()
+        if not isinstance(config, Config):
+            raise ValueError(
+                f"get_config() returned {type(config).__name__}, expected mtjax.config.Config"
+            )
+    return config, path
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what a wrong recipe raises into one message that names the file and the fix."""
+    try:
+        yield
+    except TypeError as error:
+        raise ValueError(f"{path}: {explain_keyword(error)}") from error
+    except (ValueError, AttributeError, NameError, ImportError, SyntaxError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def explain_keyword(error: TypeError) -> str:
+    """A TypeError about an unknown keyword, with the closest field of that config class."""
+    match = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if not match:
+        return str(error)
+    owner, name = match.groups()
+    fields = _fields_by_class(Config).get(owner, [])
+    close = difflib.get_close_matches(name, fields, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(fields)}"
+    return f"{owner} has no field {name!r}; {hint}"
+
+
+def _fields_by_class(cls: Any) -> dict[str, list[str]]:
+    """Names of the fields of every config class under `cls`."""
+    found = {cls.__name__: [f.name for f in dataclasses.fields(cls)]}
+    for config_field in dataclasses.fields(cls):
+        factory = config_field.default_factory
+        if isinstance(factory, type) and dataclasses.is_dataclass(factory):
+            found |= _fields_by_class(factory)
+    return found
+
+
+def configure(name: str, overrides: Sequence[str], program: str) -> tuple[Config, list[Provenance]]:
+    """The recipe with command-line overrides applied, checked, and where each value came from.
+
+    Raises:
+        ValueError: as `load_recipe`, or an invalid combination.
+        SystemExit: an unknown or malformed option, after a message with the closest name.
+    """
+    import tyro
+
+    recipe, path = load_recipe(name)
+    config = tyro.cli(Config, default=recipe, args=list(overrides), prog=program)
+    validate(config)
+    changed = _differences(recipe, config, "command line")
+    overridden = {p.field for p in changed}
+    by_recipe = [p for p in _differences(Config(), config, str(path)) if p.field not in overridden]
+    return config, by_recipe + changed
+
+
+def _differences(base: Any, config: Any, source: str, prefix: str = "") -> list[Provenance]:
+    """Fields of `config` that differ from `base`, depth first."""
+    found = []
+    for config_field in dataclasses.fields(config):
+        old, new = getattr(base, config_field.name), getattr(config, config_field.name)
+        name = prefix + config_field.name
+        if dataclasses.is_dataclass(new):
+            found += _differences(old, new, source, f"{name}.")
+        elif old != new:
+            found.append(Provenance(name, new, source))
+    return found
+
+
+def describe(provenance: Sequence[Provenance]) -> str:
+    """One line per field that differs from its default: name, value, source."""
+    if not provenance:
+        return "all fields at their defaults"
+    width = max(len(p.field) for p in provenance)
+    return "\n".join(f"  {p.field:<{width}}  {p.value!r}  ({p.source})" for p in provenance)
