@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from mtjax.config.check import require
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -60,5 +62,4 @@ class CheckpointConfig:
 
 
 def _require(ok: bool, field: str, got: object, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"checkpoint.{field} is {got!r}, expected {expected}: change it")
+    require(ok, f"checkpoint.{field}", got, expected, "change it")

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from mtjax.config.check import require
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
@@ -158,5 +160,4 @@ class RunConfig:
 
 
 def _require(ok: bool, field: str, got: object, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"run.{field} is {got!r}, expected {expected}: change it")
+    require(ok, f"run.{field}", got, expected, "change it")

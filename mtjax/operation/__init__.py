@@ -1,0 +1,1 @@
+"""Operating a run: metrics, progress, faults, several processes."""

@@ -1,0 +1,216 @@
+"""Stop signals, hangs and diverging losses."""
+
+import faulthandler
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+EXIT_HANG = 74
+"""Exit code of a process that its watchdog ended."""
+
+
+class StopRequest:
+    """Turns SIGTERM and SIGINT into a flag that the loop looks at after each step.
+
+    Use as a context manager in the main thread. A second SIGINT (Ctrl-C) ends the process at
+    once, with exit code 130.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name = ""
+        self._previous: dict[int, Any] = {}
+        self._pending: Any = None
+
+    def __enter__(self) -> "StopRequest":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    @property
+    def requested(self) -> bool:
+        """Whether this process was asked to stop."""
+        return bool(self.signal_name)
+
+    def agreed(self) -> bool:
+        """Whether to stop after this step; the same answer on all processes.
+
+        Call once per step on every process. One process: `requested`. Several: the flags as they
+        were at the previous call, so that the reduction runs behind the step on the device and
+        the host never waits for more than the step before.
+        """
+        import jax
+
+        if jax.process_count() == 1:
+            return self.requested
+        previous, self._pending = self._pending, _start_any(self.requested)
+        return previous is not None and _finish_any(previous)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if number == signal.SIGINT and self.requested:
+            os.write(2, b"second SIGINT: exiting at once, nothing is saved\n")
+            os._exit(130)
+        self.signal_name = name
+        # A handler may interrupt a print: only os.write is safe here.
+        os.write(2, f"{name}: stopping after this step\n".encode())
+
+
+def agree(flag: bool) -> bool:
+    """Whether `flag` is true on any process; all processes call this together and wait."""
+    import jax
+
+    return flag if jax.process_count() == 1 else _finish_any(_start_any(flag))
+
+
+def _start_any(flag: bool) -> Any:
+    """Dispatches a maximum of `flag` over all devices; returns the pending scalar."""
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("all"))
+    flags = jax.make_array_from_callback(
+        (jax.device_count(),), split, lambda _: np.full((1,), flag, np.int32)
+    )
+    return _max_over(mesh)(flags)
+
+
+_MAX_OVER: dict[Any, Any] = {}
+
+
+def _max_over(mesh: Any) -> Any:
+    """The compiled maximum for `mesh`; compiled once, since it runs each step."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    if mesh not in _MAX_OVER:
+        replicated = NamedSharding(mesh, PartitionSpec())
+        _MAX_OVER[mesh] = jax.jit(jax.numpy.max, out_shardings=replicated)
+    return _MAX_OVER[mesh]
+
+
+def _finish_any(pending: Any) -> bool:
+    return bool(pending.addressable_data(0))
+
+
+class Watchdog:
+    """Ends the process when no step finishes for `timeout_s` seconds.
+
+    The stacks of all Python threads go to stderr and to `<directory>/stacks-<process>.txt`, a
+    message names the process and its last step, and the process exits with code EXIT_HANG.
+    `startup_s` is the limit before the first beat. 0 turns the watchdog off. `board` (see
+    mtjax.operation.distributed.BeatBoard) shares steps between processes, so that the message
+    can say who is behind.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        directory: str | pathlib.Path,
+        *,
+        startup_s: float | None = None,
+        process_index: int = 0,
+        board: Any = None,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._limit_s = timeout_s if startup_s is None else startup_s
+        self._path = pathlib.Path(directory) / f"stacks-{process_index}.txt"
+        self._process = process_index
+        self._board = board
+        self._step: int | None = None
+        self._phase = "the first step"
+        self._last_s = time.monotonic()
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Watchdog":
+        if self._timeout_s > 0:
+            self._last_s = time.monotonic()
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
+
+    def beat(self, step: int) -> None:
+        """Says that `step` is finished."""
+        self._step, self._phase, self._limit_s = step, f"step {step + 1}", self._timeout_s
+        self._last_s = time.monotonic()
+
+    @contextmanager
+    def phase(self, name: str, timeout_s: float | None = None) -> Iterator[None]:
+        """Gives work that is no step, such as an evaluation, its own limit and name."""
+        before = self._phase, self._limit_s
+        self._phase = name
+        self._limit_s = self._limit_s if timeout_s is None else timeout_s
+        self._last_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._phase, self._limit_s = before
+            self._last_s = time.monotonic()
+
+    def _watch(self) -> None:
+        shown: int | None = None
+        while True:
+            idle_s, limit_s = time.monotonic() - self._last_s, self._limit_s
+            if limit_s > 0 and idle_s > limit_s:
+                self._end(idle_s)
+            # If native code hangs while it holds the interpreter lock, this thread can't run;
+            # the timer of faulthandler is native and fires all the same.
+            faulthandler.dump_traceback_later(2 * max(limit_s, 1.0) + 10, exit=True)
+            if self._board is not None and self._step != shown:
+                shown = self._step
+                self._board.publish(shown)
+            pause_s = min(max((limit_s - idle_s) / 4, 0.05), 5.0)
+            if self._done.wait(pause_s):
+                return
+
+    def _end(self, idle_s: float) -> None:
+        last = "no step finished yet" if self._step is None else f"last finished step {self._step}"
+        lines = [
+            f"process {self._process}: no progress for {idle_s:.0f} s in {self._phase} ({last}).",
+            f"The stacks of all threads are above and in {self._path}.",
+            *self._peers(),
+            f"Exiting with code {EXIT_HANG}. If steps are this slow, raise "
+            "--run.faults.watchdog_timeout_s.",
+        ]
+        text = "\n".join(lines) + "\n"
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                faulthandler.dump_traceback(file=file, all_threads=True)
+        except OSError as error:
+            text += f"The stacks could not be written to {self._path}: {error}\n"
+        os.write(2, text.encode())
+        os._exit(EXIT_HANG)
+
+    def _peers(self) -> list[str]:
+        """Who is behind, asked of the coordinator for at most five seconds."""
+        if self._board is None:
+            return []
+        answer: list[str] = []
+        asker = threading.Thread(target=lambda: answer.append(self._board.describe()), daemon=True)
+        asker.start()
+        asker.join(timeout=5.0)
+        return answer or ["The coordinator (process 0) does not answer."]
