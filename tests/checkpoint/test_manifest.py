@@ -1,0 +1,92 @@
+"""What a config change does to a resume."""
+
+import pytest
+
+from mtjax.checkpoint.manifest import (
+    CheckpointMismatch,
+    build_manifest,
+    check_steps,
+    compare,
+    differences,
+    must_match,
+)
+from mtjax.config.checkpoint import CheckpointConfig
+
+CONFIG = {
+    "model": {"embed_dim": 64, "blocks": [{"kind": "dense"}, {"kind": "moe"}]},
+    "optimizer": {"name": "adamw", "learning_rate": 0.1},
+    "train": {"steps": 10, "seed": 0},
+    "run": {"directory": "a"},
+}
+
+
+def changed(**parts):
+    return build_manifest({key: CONFIG[key] | parts.get(key, {}) for key in CONFIG}, {"fsdp": 8})
+
+
+def test_differences_are_dotted_with_saved_and_current_value():
+    blocks = [{"kind": "dense"}, {"kind": "dense"}]
+    lines = differences(changed(), changed(model={"blocks": blocks, "bias": True}))
+    assert lines == [
+        "config.model.bias: absent -> true",
+        'config.model.blocks.1.kind: "moe" -> "dense"',
+    ]
+
+
+def test_every_change_that_matters_is_listed_in_one_error():
+    with pytest.raises(CheckpointMismatch) as error:
+        compare(changed(), changed(model={"embed_dim": 32}, train={"seed": 1}), where="it")
+    assert "model.embed_dim: 64 -> 32\n  train.seed: 0 -> 1" in str(error.value)
+    assert "--checkpoint.allow_changes model.embed_dim train.seed" in str(error.value)
+
+
+def test_harmless_changes_are_returned_for_the_log():
+    current = changed(train={"steps": 20}, run={"directory": "b"})
+    assert compare(changed(), current, where="it") == [
+        'run.directory: "a" -> "b"',
+        "train.steps: 10 -> 20",
+    ]
+
+
+def test_allowed_prefixes_turn_an_error_into_a_line():
+    current = changed(optimizer={"learning_rate": 0.2})
+    lines = compare(changed(), current, where="it", allow=["optimizer"])
+    assert lines == ["optimizer.learning_rate: 0.1 -> 0.2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("config.model.embed_dim", True),
+        ("config.train.steps", False),
+        ("config.train.steps_more", True),
+        ("config.something_new", True),
+        ("mesh.tensor", False),
+        ("versions.jax", False),
+    ],
+)
+def test_what_no_line_of_the_table_names_must_match(name, expected):
+    assert must_match(name) is expected
+
+
+@pytest.mark.parametrize("steps", [50, 100])
+def test_nothing_left_to_train_is_said_with_both_numbers(steps):
+    with pytest.raises(ValueError, match=rf"train.steps is {steps}.*at step 100.*above 100"):
+        check_steps(steps, 100)
+    check_steps(101, 100)
+
+
+def test_a_value_that_json_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match="not plain"):
+        build_manifest({"model": object()}, {})
+
+
+def test_saves_are_due_at_multiples_and_at_the_end():
+    config = CheckpointConfig(every_steps=4)
+    assert [step for step in range(11) if config.due(step, 10)] == [4, 8, 10]
+    assert not any(CheckpointConfig(every_steps=0, at_end=False).due(s, 10) for s in range(11))
+
+
+def test_contradicting_resume_settings_are_refused():
+    with pytest.raises(ValueError, match="restore_step is 3 while"):
+        CheckpointConfig(restore_step=3, resume="never")
