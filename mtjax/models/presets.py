@@ -1,0 +1,66 @@
+"""Shapes of published models. Each function gives the unpadded, published architecture."""
+
+from mtjax.config.model import AttentionConfig, ModelConfig, RopeConfig
+
+
+def gpt2_124m(dropout: float = 0.0) -> ModelConfig:
+    """GPT-2 small (Radford et al. 2019): 124,439,808 parameters."""
+    return _gpt(
+        layers=12, embed=768, heads=12, vocab=50257, positions=1024, dropout=dropout
+    )
+
+
+def gpt3_175b() -> ModelConfig:
+    """GPT-3 175B (Brown et al. 2020, arXiv 2005.14165, table 2.1)."""
+    return _gpt(layers=96, embed=12288, heads=96, vocab=50257, positions=2048, dropout=0.0)
+
+
+def llama2_7b() -> ModelConfig:
+    """Llama 2 7B (Touvron et al. 2023, arXiv 2307.09288): 6,738,415,616 parameters."""
+    return _llama(layers=32, embed=4096, ffn=11008, heads=32, kv_heads=32, vocab=32000, theta=1e4)
+
+
+def llama3_8b() -> ModelConfig:
+    """Llama 3 8B (arXiv 2407.21783, table 3): 8,030,261,248 parameters."""
+    return _llama(layers=32, embed=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256, theta=5e5)
+
+
+def llama3_70b() -> ModelConfig:
+    """Llama 3 70B (arXiv 2407.21783, table 3): 70,553,706,496 parameters."""
+    return _llama(layers=80, embed=8192, ffn=28672, heads=64, kv_heads=8, vocab=128256, theta=5e5)
+
+
+def _gpt(
+    *, layers: int, embed: int, heads: int, vocab: int, positions: int, dropout: float
+) -> ModelConfig:
+    """GPT-2 and GPT-3: LayerNorm, tanh GELU, learned positions, biases, tied embeddings."""
+    return ModelConfig(
+        vocab_size=vocab,
+        embed_dim=embed,
+        num_layers=layers,
+        ffn_dim=4 * embed,
+        attention=AttentionConfig(
+            num_heads=heads, qkv_bias=True, out_bias=True, dropout=dropout
+        ),
+        position="learned",
+        max_positions=positions,
+        norm="layernorm",
+        activation="gelu",
+        mlp_bias=True,
+        tied_embeddings=True,
+        dropout=dropout,
+    )
+
+
+def _llama(
+    *, layers: int, embed: int, ffn: int, heads: int, kv_heads: int, vocab: int, theta: float
+) -> ModelConfig:
+    """Llama: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases, untied."""
+    return ModelConfig(
+        vocab_size=vocab,
+        embed_dim=embed,
+        num_layers=layers,
+        ffn_dim=ffn,
+        attention=AttentionConfig(num_heads=heads, num_kv_heads=kv_heads),
+        rope=RopeConfig(theta=theta),
+    )

@@ -1,0 +1,185 @@
+"""Hugging Face names and layouts of our parameters, for comparison with the goldens."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mtjax.config import AttentionConfig, ModelConfig, RopeConfig
+from mtjax.models.decoder import block_groups
+
+
+def model_from_hf(config: dict[str, Any]) -> ModelConfig:
+    """Our config of a Hugging Face one."""
+    if config["model_type"] == "gpt2":
+        return ModelConfig(
+            vocab_size=config["vocab_size"],
+            embed_dim=config["n_embd"],
+            num_layers=config["n_layer"],
+            ffn_dim=4 * config["n_embd"],
+            attention=AttentionConfig(
+                num_heads=config["n_head"], qkv_bias=True, out_bias=True, backend="xla"
+            ),
+            position="learned",
+            max_positions=config["n_positions"],
+            norm="layernorm",
+            norm_epsilon=config["layer_norm_epsilon"],
+            activation="gelu",
+            mlp_bias=True,
+            tied_embeddings=True,
+        )
+    gemma = config["model_type"] == "gemma2"
+    return ModelConfig(
+        vocab_size=config["vocab_size"],
+        embed_dim=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        ffn_dim=config["intermediate_size"],
+        attention=AttentionConfig(
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            qk_norm=config["model_type"] == "qwen3",
+            windows=(config["sliding_window"], 0) if gemma else (),
+            logit_softcap=config.get("attn_logit_softcapping"),
+            scale=config["query_pre_attn_scalar"] ** -0.5 if gemma else None,
+            backend="xla",
+        ),
+        rope=_rope(config["rope_parameters"]),
+        norm_epsilon=config["rms_norm_eps"],
+        norm_unit_offset=gemma,
+        post_norm=gemma,
+        activation="geglu" if gemma else "swiglu",
+        tied_embeddings=config["tie_word_embeddings"],
+        embed_scale=gemma,
+        logit_softcap=config.get("final_logit_softcapping"),
+    )
+
+
+def _rope(rope: dict[str, Any]) -> RopeConfig:
+    kind = rope["rope_type"]
+    if kind == "default":
+        return RopeConfig(theta=rope["rope_theta"])
+    original = rope.get("original_max_position_embeddings", 8192)
+    return RopeConfig(
+        theta=rope["rope_theta"], scaling=kind, factor=rope["factor"],
+        original_max_positions=original,
+    )  # fmt: skip
+
+
+Leaf = tuple[str, Callable[[np.ndarray], np.ndarray]]
+
+
+def hf_tree(model: ModelConfig, hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
+    """Tensors under Hugging Face names (weights or gradients), as our tree."""
+    leaves = _gpt2_leaves if hf["model_type"] == "gpt2" else _llama_leaves
+    top, block = leaves(model, hf)
+    blocks: dict[str, Any] = {}
+    for i, group in enumerate(block_groups(model)):
+        units = {}
+        for position in range(len(group.unit)):
+            layers = [group.layer_index(r, position) for r in range(group.repeat)]
+            per_layer = [
+                {path: convert(tensors[name.format(layer)]) for path, (name, convert) in
+                 block.items()}
+                for layer in layers
+            ]  # fmt: skip
+            stacked = {path: np.stack([p[path] for p in per_layer]) for path in block}
+            units[f"block{position}"] = _nest(stacked)
+        blocks[f"group{i}"] = units
+    flat = {path: convert(tensors[name]) for path, (name, convert) in top.items()}
+    return _nest(flat) | {"blocks": blocks}
+
+
+def _nest(flat: dict[str, np.ndarray]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
+
+
+def _same(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def _transposed(x: np.ndarray) -> np.ndarray:
+    return x.T
+
+
+def _llama_leaves(model: ModelConfig, hf: dict[str, Any]) -> tuple[dict, dict]:
+    H, D = model.head_dim, model.embed_dim
+
+    def to_heads(x: np.ndarray) -> np.ndarray:  # [N*H, D] -> [D, N, H]
+        return x.T.reshape(D, -1, H)
+
+    attn, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+    block: dict[str, Leaf] = {
+        "attention.query.kernel": (attn + "q_proj.weight", to_heads),
+        "attention.key.kernel": (attn + "k_proj.weight", to_heads),
+        "attention.value.kernel": (attn + "v_proj.weight", to_heads),
+        "attention.out.kernel": (attn + "o_proj.weight", lambda x: x.T.reshape(-1, H, D)),
+        "mlp.gate.kernel": (mlp + "gate_proj.weight", _transposed),
+        "mlp.up.kernel": (mlp + "up_proj.weight", _transposed),
+        "mlp.down.kernel": (mlp + "down_proj.weight", _transposed),
+        "attention_norm.scale": ("model.layers.{}.input_layernorm.weight", _same),
+    }
+    post = "model.layers.{}.post_attention_layernorm.weight"
+    if model.post_norm:
+        block["attention_post_norm.scale"] = (post, _same)
+        ffn = "model.layers.{}.%s_feedforward_layernorm.weight"
+        block["mlp_norm.scale"] = (ffn % "pre", _same)
+        block["mlp_post_norm.scale"] = (ffn % "post", _same)
+    else:
+        block["mlp_norm.scale"] = (post, _same)
+    if model.attention.qk_norm:
+        block["attention.query_norm.scale"] = (attn + "q_norm.weight", _same)
+        block["attention.key_norm.scale"] = (attn + "k_norm.weight", _same)
+    top: dict[str, Leaf] = {
+        "embed.embedding": ("model.embed_tokens.weight", _same),
+        "head.norm.scale": ("model.norm.weight", _same),
+    }
+    if not model.tied_embeddings:
+        top["head.kernel"] = ("lm_head.weight", _same)
+    return top, block
+
+
+def _gpt2_leaves(model: ModelConfig, hf: dict[str, Any]) -> tuple[dict, dict]:
+    H, D = model.head_dim, model.embed_dim
+    h = "transformer.h.{}."
+    block: dict[str, Leaf] = {
+        "attention.out.kernel": (h + "attn.c_proj.weight", lambda x: x.reshape(-1, H, D)),
+        "attention.out.bias": (h + "attn.c_proj.bias", _same),
+    }
+    for i, part in enumerate(("query", "key", "value")):
+        # Conv1D holds the three projections side by side: [D, 3*N*H].
+        block[f"attention.{part}.kernel"] = (
+            h + "attn.c_attn.weight",
+            lambda x, i=i: np.split(x, 3, axis=1)[i].reshape(D, -1, H),
+        )
+        block[f"attention.{part}.bias"] = (
+            h + "attn.c_attn.bias",
+            lambda x, i=i: np.split(x, 3)[i].reshape(-1, H),
+        )
+    for ours, theirs in (("up", "c_fc"), ("down", "c_proj")):
+        block[f"mlp.{ours}.kernel"] = (h + f"mlp.{theirs}.weight", _same)
+        block[f"mlp.{ours}.bias"] = (h + f"mlp.{theirs}.bias", _same)
+    top: dict[str, Leaf] = {
+        "embed.embedding": ("transformer.wte.weight", _same),
+        "embed.position": ("transformer.wpe.weight", _same),
+    }
+    for ours, theirs in (("scale", "weight"), ("bias", "bias")):
+        block[f"attention_norm.{ours}"] = (h + f"ln_1.{theirs}", _same)
+        block[f"mlp_norm.{ours}"] = (h + f"ln_2.{theirs}", _same)
+        top[f"head.norm.{ours}"] = (f"transformer.ln_f.{theirs}", _same)
+    return top, block
+
+
+def load_golden(path: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The Hugging Face config of a golden file, and its arrays."""
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    return json.loads(str(arrays["config"])), arrays
