@@ -12,6 +12,10 @@ from dataclasses import dataclass
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 HALF_DTYPES = ("bfloat16", "float16")
 
+CUDA_RUNTIME = "13.0.0"
+"""CUDA runtime assumed. Without one XLA takes 0.0.0 and gives cuBLAS f16 in place of fp8 products
+(its rewriter asks for 12.3), and no error."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
@@ -202,7 +206,7 @@ def peak_flops(device_kind: str, dtype: object = "bfloat16") -> float | None:
 
 
 def target_config_text(gpu: Gpu) -> str:
-    """XLA's GpuTargetConfigProto in text form; only fields that jax 0.10.2 to 0.12 all parse."""
+    """XLA's GpuTargetConfigProto in text form; only fields that jax 0.10.2 to 0.12 all know."""
     major, minor = gpu.compute_capability
     return f"""\
 gpu_device_info {{
@@ -224,6 +228,7 @@ gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  runtime_version: "{CUDA_RUNTIME}"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
