@@ -13,8 +13,7 @@ FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 HALF_DTYPES = ("bfloat16", "float16")
 
 CUDA_RUNTIME = "13.0.0"
-"""CUDA runtime assumed. Without one XLA takes 0.0.0 and gives cuBLAS f16 in place of fp8 products
-(its rewriter asks for 12.3), and no error."""
+"""CUDA runtime assumed. Without one XLA gives cuBLAS f16 in place of fp8 products, and no error."""
 
 
 @dataclass(frozen=True, kw_only=True)
