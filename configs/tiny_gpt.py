@@ -3,6 +3,7 @@
 Hardware: any CPU; 2 cores suffice.
 Command: python launch.py --config tiny_gpt.py
 """
+
 from mtjax.config import (
     AttentionConfig,
     Config,

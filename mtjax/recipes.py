@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtjax.config import Config, validate
+from mtjax.config import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,22 +104,12 @@ def _fields_by_class(cls: Any) -> dict[str, list[str]]:
     return found
 
 
-def configure(name: str, overrides: Sequence[str], program: str) -> tuple[Config, list[Provenance]]:
-    """The recipe with command-line overrides applied, checked, and where each value came from.
-
-    Raises:
-        ValueError: as `load_recipe`, or an invalid combination.
-        SystemExit: an unknown or malformed option, after a message with the closest name.
-    """
-    import tyro
-
-    recipe, path = load_recipe(name)
-    config = tyro.cli(Config, default=recipe, args=list(overrides), prog=program)
-    validate(config)
+def trace(recipe: Config, path: Path, config: Config) -> list[Provenance]:
+    """Where each field of `config` that is not at its default came from: recipe or command line."""
     changed = _differences(recipe, config, "command line")
     overridden = {p.field for p in changed}
-    by_recipe = [p for p in _differences(Config(), config, str(path)) if p.field not in overridden]
-    return config, by_recipe + changed
+    by_recipe = _differences(Config(), config, str(path))
+    return [p for p in by_recipe if p.field not in overridden] + changed
 
 
 def _differences(base: Any, config: Any, source: str, prefix: str = "") -> list[Provenance]:

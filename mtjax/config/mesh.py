@@ -1,6 +1,7 @@
 """How devices are arranged. No field here changes a number the training computes."""
 
 import dataclasses
+import difflib
 import math
 from dataclasses import dataclass
 
@@ -57,3 +58,37 @@ class MeshConfig:
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={fixed} on CPU"
             )
         return self
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and a number of microbatches, as one line of a comparison."""
+
+    text: str
+    mesh: MeshConfig
+    microbatches: int | None
+    """None: as the config says."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the mesh uses."""
+        return math.prod(self.mesh.sizes.values())
+
+
+def parse_layout(text: str) -> Layout:
+    """Parse "data=2,tensor=4,microbatches=4".
+
+    Raises:
+        ValueError: an unknown name, or a size that is no positive integer.
+    """
+    sizes: dict[str, int] = {}
+    names = (*AXES, "microbatches")
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if name not in names or not size.isdigit() or int(size) < 1:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}=N?" if close else f"names are {', '.join(names)}"
+            raise ValueError(f"mesh: got {part!r} in {text!r}, expected name=size; {hint}")
+        sizes[name] = int(size)
+    microbatches = sizes.pop("microbatches", None)
+    return Layout(text, MeshConfig(**sizes), microbatches)

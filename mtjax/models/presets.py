@@ -5,9 +5,7 @@ from mtjax.config.model import AttentionConfig, ModelConfig, RopeConfig
 
 def gpt2_124m(dropout: float = 0.0) -> ModelConfig:
     """GPT-2 small (Radford et al. 2019): 124,439,808 parameters."""
-    return _gpt(
-        layers=12, embed=768, heads=12, vocab=50257, positions=1024, dropout=dropout
-    )
+    return _gpt(layers=12, embed=768, heads=12, vocab=50257, positions=1024, dropout=dropout)
 
 
 def gpt3_175b() -> ModelConfig:
@@ -39,9 +37,7 @@ def _gpt(
         embed_dim=embed,
         num_layers=layers,
         ffn_dim=4 * embed,
-        attention=AttentionConfig(
-            num_heads=heads, qkv_bias=True, out_bias=True, dropout=dropout
-        ),
+        attention=AttentionConfig(num_heads=heads, qkv_bias=True, out_bias=True, dropout=dropout),
         position="learned",
         max_positions=positions,
         norm="layernorm",

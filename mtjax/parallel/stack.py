@@ -139,9 +139,7 @@ def _run_group(
         return x_BTD, out_caches
 
     scanned = (params, jnp.arange(group.repeat), caches)
-    return jax.lax.scan(
-        unit, x_BTD, scanned, unroll=group.repeat if train.unroll_layers else 1
-    )
+    return jax.lax.scan(unit, x_BTD, scanned, unroll=group.repeat if train.unroll_layers else 1)
 
 
 def _rematerialised(block: Any, train: TrainConfig, *, unrolled: bool) -> Any:

@@ -103,9 +103,11 @@ def _local(config, with_gradients, vocab_axes, x_BTD, table_VD, labels_BT, weigh
     num_chunks, rest = divmod(T, chunk)
     ys = []
     if num_chunks:
-        cut = lambda a: jnp.moveaxis(  # noqa: E731
-            a[:, : num_chunks * chunk].reshape(B, num_chunks, chunk, *a.shape[2:]), 1, 0
-        )
+        shape = (B, num_chunks, chunk)
+
+        def cut(a: jax.Array) -> jax.Array:
+            return jnp.moveaxis(a[:, : num_chunks * chunk].reshape(*shape, *a.shape[2:]), 1, 0)
+
         parts = (cut(x_BTD), cut(labels_BT), cut(weights_BT))
         carry, dx = jax.lax.scan(one, carry, parts, unroll=num_chunks == 1)
         if with_gradients:

@@ -21,13 +21,6 @@ class LossScale(NamedTuple):
     good_steps: jax.Array
 
 
-class History(NamedTuple):
-    """Loss and gradient norm of recent good steps, float32 [window], NaN where none yet."""
-
-    losses: jax.Array
-    norms: jax.Array
-
-
 class TrainState(NamedTuple):
     """Everything that a resumed run needs beside the position in the data."""
 
@@ -38,8 +31,6 @@ class TrainState(NamedTuple):
     opt_state: Any
     loss_scale: LossScale | None
     """Only with precision fp16."""
-    history: History | None
-    """Only with spike detection."""
 
 
 def init_state(config: Config, optimizer: optax.GradientTransformation) -> TrainState:
@@ -48,12 +39,7 @@ def init_state(config: Config, optimizer: optax.GradientTransformation) -> Train
     loss_scale = None
     if config.precision == "fp16":
         loss_scale = LossScale(jnp.float32(config.loss_scale.initial), jnp.int32(0))
-    history = None
-    faults = config.run.faults
-    if faults.spike_ratio:
-        empty = jnp.full((faults.spike_window,), jnp.nan, jnp.float32)
-        history = History(empty, empty)
-    return TrainState(jnp.int32(0), params, optimizer.init(params), loss_scale, history)
+    return TrainState(jnp.int32(0), params, optimizer.init(params), loss_scale)
 
 
 def state_shardings(mesh: Mesh, boxes: Params, abstract: TrainState) -> TrainState:

@@ -16,13 +16,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mtjax.config import Config
-from mtjax.data.batch import Batch
 from mtjax.layers.dropout import row_keys
 from mtjax.parallel.stack import Params, forward
-from mtjax.sharding import axis_size, compute_shardings, reshard, spec, storage_shardings
+from mtjax.sharding import axis_size, compute_shardings, spec, storage_shardings
 from mtjax.training.losses import LossConfig, LossSums, linear_cross_entropy
 from mtjax.training.optimizer import make_schedule
-from mtjax.training.state import History, LossScale, Setup, TrainState
+from mtjax.training.state import LossScale, Setup, TrainState
 
 COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
@@ -77,9 +76,7 @@ def abstract_batch(config: Config, mesh: Mesh) -> StepInput:
     )
 
 
-def batch_loss(
-    config: Config, params: Params, batch: StepInput, key: jax.Array | None
-) -> LossSums:
+def batch_loss(config: Config, params: Params, batch: StepInput, key: jax.Array | None) -> LossSums:
     """Sums of one microbatch ([B, T] fields): the oracle of every parallel form of the step.
 
     `key` is the step's dropout key; None is evaluation.
@@ -182,23 +179,35 @@ def _accumulate(
 
 def _microbatch(batch: StepInput, index: Any) -> StepInput:
     arrays = batch._replace(active=None)
-    return jax.tree.map(
-        lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), arrays
-    )
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), arrays)
 
 
-def make_train_step(
-    config: Config, mesh: Mesh, setup: Setup
-) -> Callable[[TrainState, StepInput], tuple[TrainState, Metrics]]:
-    """The step to jit with a donated state; trace it under `jax.set_mesh(mesh)`."""
+class Limits(NamedTuple):
+    """Loss and gradient norm above which a step is a spike; infinity where none is known."""
+
+    loss: jax.Array
+    grad_norm: jax.Array
+
+
+TrainStep = Callable[[TrainState, StepInput, Limits], tuple[TrainState, Metrics]]
+
+
+def make_train_step(config: Config, mesh: Mesh, setup: Setup) -> TrainStep:
+    """The step to jit with a donated state; trace it under `jax.set_mesh(mesh)`.
+
+    A step whose loss or gradient norm is not finite, or above its limit, leaves parameters and
+    moments untouched; `train/skipped` says so, and the loop decides what follows.
+    """
     schedule = make_schedule(config.optimizer, config.train.steps)
 
-    def train_step(state: TrainState, batch: StepInput) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
+    def train_step(
+        state: TrainState, batch: StepInput, limits: Limits
+    ) -> tuple[TrainState, Metrics]:
+        key = dropout_key(config, state.step)
         weight = jnp.sum(batch.weights)
         factor = 1.0 if state.loss_scale is None else state.loss_scale.factor
         # A batch without a single weighted token has zero loss and zero gradients.
-        per_token = 1.0 / jnp.maximum(weight, 1.0)
+        per_token = 1.0 / jnp.maximum(weight, 1e-6)
         sums, gradients = loss_and_gradients(
             config, setup, mesh, state.params, batch, key, per_token * factor
         )
@@ -206,14 +215,12 @@ def make_train_step(
             gradients = jax.tree.map(lambda g: g / factor, gradients)
         norm = optax.global_norm(gradients)
         loss = sums.total * per_token
-        good = _is_good(config, state.history, loss, norm)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        good = finite & (loss <= limits.loss) & (norm <= limits.grad_norm)
         new_state = _apply(config, setup, state, gradients, norm)
-        if config.run.faults.on_bad_step == "skip" or state.loss_scale is not None:
-            new_state = jax.tree.map(functools.partial(jnp.where, good), new_state, state)
+        new_state = jax.tree.map(functools.partial(jnp.where, good), new_state, state)
         new_state = new_state._replace(
-            step=state.step + 1,
-            loss_scale=_next_scale(config, state.loss_scale, good),
-            history=_next_history(state.history, state.step, loss, norm, good),
+            step=state.step + 1, loss_scale=_next_scale(config, state.loss_scale, finite)
         )
         metrics = {
             "train/loss": loss,
@@ -230,6 +237,11 @@ def make_train_step(
     return train_step
 
 
+def dropout_key(config: Config, step: jax.Array | int) -> jax.Array:
+    """Key of a step's dropout masks, a function of seed and step alone."""
+    return jax.random.fold_in(jax.random.key(config.train.seed), step)
+
+
 def _apply(
     config: Config, setup: Setup, state: TrainState, gradients: Params, norm: jax.Array
 ) -> TrainState:
@@ -243,35 +255,12 @@ def _apply(
     return state._replace(params=params, opt_state=opt_state)
 
 
-def _is_good(
-    config: Config, history: History | None, loss: jax.Array, norm: jax.Array
-) -> jax.Array:
-    """Finite, and no spike over the median of the recent good steps once those are enough."""
-    good = jnp.isfinite(loss) & jnp.isfinite(norm)
-    if history is None:
-        return good
-    ratio = config.run.faults.spike_ratio
-    for value, recent in ((loss, history.losses), (norm, history.norms)):
-        # The median is NaN, and the comparison false, until the window is full.
-        good &= ~(value > ratio * jnp.median(recent))
-    return good
-
-
-def _next_history(
-    history: History | None, step: jax.Array, loss: jax.Array, norm: jax.Array, good: jax.Array
-) -> History | None:
-    if history is None:
-        return None
-    push = lambda old, new: jnp.where(good, jnp.roll(old, -1).at[-1].set(new), old)  # noqa: E731
-    return History(push(history.losses, loss), push(history.norms, norm))
-
-
-def _next_scale(config: Config, scale: LossScale | None, good: jax.Array) -> LossScale | None:
+def _next_scale(config: Config, scale: LossScale | None, finite: jax.Array) -> LossScale | None:
     """Halve on an overflow; double after enough good steps in a row."""
     if scale is None:
         return None
     settings = config.loss_scale
-    good_steps = jnp.where(good, scale.good_steps + 1, 0)
+    good_steps = jnp.where(finite, scale.good_steps + 1, 0)
     grow = good_steps >= settings.growth_interval
-    factor = jnp.where(good, scale.factor, jnp.maximum(scale.factor / 2, settings.minimum))
+    factor = jnp.where(finite, scale.factor, jnp.maximum(scale.factor / 2, settings.minimum))
     return LossScale(jnp.where(grow, factor * 2, factor), jnp.where(grow, 0, good_steps))

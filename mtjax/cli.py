@@ -1,0 +1,181 @@
+"""The command line: which command, which recipe, which overrides.
+
+Nothing here imports jax before the whole command line has been checked.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+
+from mtjax.config import Config, validate
+from mtjax.config.data import PrepareConfig, SplitName
+from mtjax.config.sampling import SamplingConfig
+from mtjax.recipes import Provenance, load_recipe, recipe_folders, trace
+
+USAGE = """\
+mtjax: train large transformers in JAX, with the same numbers on any device layout
+
+  python launch.py [train] --config RECIPE [overrides]       train, or resume a run
+  python launch.py evaluate --config RECIPE [overrides]      loss of a checkpoint on held-out data
+  python launch.py generate --config RECIPE --prompt TEXT    text from a checkpoint
+  python launch.py parity --config RECIPE --meshes M [M..]   the same steps on several meshes
+  python launch.py prepare --paths FILES --output PREFIX     tokenise a corpus to .bin/.idx
+
+RECIPE is a Python file, or the name of one in configs/ ({recipes}).
+Overrides set any field of the config: --model.num-layers 4 --mesh.tensor 2. All fields, with their
+meaning: python launch.py [command] --config RECIPE --help
+"""
+
+Root = Annotated[Config, tyro.conf.arg(name="")]
+"""A config whose fields need no prefix on the command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """Train, or resume the run in run.directory."""
+
+    config: Root
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    """Loss of a checkpoint on held-out data; checkpoint.restore_step picks the step."""
+
+    config: Root
+    split: SplitName = "valid"
+    """Part of the data that is read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateCommand:
+    """Text from a checkpoint; checkpoint.restore_step picks the step."""
+
+    config: Root
+    prompt: str = ""
+    """Text to continue; empty takes train.sample_prompt."""
+    sampling: Annotated[SamplingConfig, tyro.conf.arg(name="")] = field(
+        default_factory=SamplingConfig
+    )
+    """How tokens are drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityCommand:
+    """Run the same steps on one device and on other meshes, and compare every number."""
+
+    config: Root
+    meshes: tuple[str, ...] = ()
+    """Meshes to compare with one device, such as "fsdp=8" "data=2,tensor=4,microbatches=4"."""
+    steps: int = 3
+    """Optimizer steps to run on each."""
+    tolerance: float | None = None
+    """Largest relative difference allowed; None takes 1e-5 for fp32 and 2e-2 for bf16 and fp16."""
+
+
+def _train(command: TrainCommand, provenance: list[Provenance]) -> int:
+    from mtjax.training.loop import train
+
+    return train(command.config, provenance)
+
+
+def _evaluate(command: EvaluateCommand, provenance: list[Provenance]) -> int:
+    from mtjax.training.commands import evaluate
+
+    return evaluate(command.config, command.split)
+
+
+def _generate(command: GenerateCommand, provenance: list[Provenance]) -> int:
+    from mtjax.training.commands import generate_text
+
+    return generate_text(command.config, command.prompt, command.sampling)
+
+
+def _parity(command: ParityCommand, provenance: list[Provenance]) -> int:
+    from mtjax.config.mesh import parse_layout
+
+    layouts = [parse_layout(text) for text in command.meshes]
+    if not layouts:
+        raise ValueError('--meshes: got none, expected at least one such as "fsdp=8"; name one')
+    _want_cpu_devices(max(layout.num_devices for layout in layouts))
+    from mtjax.training.parity import parity
+
+    return parity(command.config, layouts, command.steps, command.tolerance)
+
+
+def _want_cpu_devices(count: int) -> None:
+    """Ask for virtual CPU devices; read when jax starts, without effect on GPU."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
+
+
+COMMANDS: dict[str, tuple[type, Callable[[Any, list[Provenance]], int]]] = {
+    "train": (TrainCommand, _train),
+    "evaluate": (EvaluateCommand, _evaluate),
+    "generate": (GenerateCommand, _generate),
+    "parity": (ParityCommand, _parity),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 2 for a wrong command line or config."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    # Library chatter; our own lines carry what a user needs.
+    for name in ("absl", "jax", "orbax"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        return _run(args)
+    except (ValueError, FileNotFoundError) as error:
+        if os.environ.get("MTJAX_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: list[str]) -> int:
+    name = "train"
+    if args and not args[0].startswith("-"):
+        name = args.pop(0)
+    if name == "prepare":
+        from mtjax.data.prepare import main as prepare
+
+        return prepare(tyro.cli(PrepareConfig, args=args, prog="launch.py prepare"))
+    if name not in COMMANDS:
+        known = ", ".join([*COMMANDS, "prepare"])
+        raise ValueError(f"command: got {name!r}, expected one of {known}; see launch.py --help")
+    recipe_name, rest = _take_config(args)
+    if recipe_name is None:
+        if "--help" in args or "-h" in args or not args:
+            recipes = sorted({p.stem for f in recipe_folders() for p in f.glob("[!_]*.py")})
+            print(USAGE.format(recipes=", ".join(recipes)))
+            return 0
+        raise ValueError("--config: got none, expected a recipe; try --config tiny_gpt.py")
+    recipe, path = load_recipe(recipe_name)
+    command_type, run = COMMANDS[name]
+    program = f"launch.py {name} --config {recipe_name}"
+    command = tyro.cli(command_type, default=command_type(config=recipe), args=rest, prog=program)
+    validate(command.config)
+    return run(command, trace(recipe, path, command.config))
+
+
+def _take_config(args: list[str]) -> tuple[str | None, list[str]]:
+    """The value of --config, and the other arguments."""
+    rest: list[str] = []
+    found: str | None = None
+    remaining = iter(args)
+    for arg in remaining:
+        if arg == "--config":
+            found = next(remaining, None)
+            if found is None:
+                raise ValueError("--config: got no value, expected a recipe; name one")
+        elif arg.startswith("--config="):
+            found = arg.removeprefix("--config=")
+        else:
+            rest.append(arg)
+    return found, rest

@@ -1,0 +1,27 @@
+"""How text is drawn from a model."""
+
+from dataclasses import dataclass
+
+from mtjax.config.check import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the next token is drawn."""
+
+    max_tokens: int = 256
+    """Tokens to generate at most; an end-of-document token stops earlier."""
+    temperature: float = 0.8
+    """Logits are divided by this; 0 takes the most likely token."""
+    top_k: int = 0
+    """Draw among this many of the most likely tokens; 0 is all."""
+    top_p: float = 1.0
+    """Draw among the most likely tokens that together reach this probability (Holtzman 2020)."""
+    seed: int = 0
+    """Seed of the draws."""
+
+    def __post_init__(self) -> None:
+        require(self.max_tokens > 0, "max_tokens", self.max_tokens, "at least 1", "raise it")
+        require(self.temperature >= 0, "temperature", self.temperature, ">= 0", "0 is greedy")
+        require(self.top_k >= 0, "top_k", self.top_k, ">= 0", "0 is all")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]", "1 is all")

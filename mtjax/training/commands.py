@@ -1,0 +1,90 @@
+"""What is done with a checkpoint beside training on: evaluation and generation."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from mtjax.checkpoint.manager import Checkpointer
+from mtjax.checkpoint.manifest import build_manifest
+from mtjax.config import Config
+from mtjax.config.check import require
+from mtjax.config.data import SplitName
+from mtjax.config.sampling import SamplingConfig
+from mtjax.data.tokenizers import make_tokenizer
+from mtjax.inference.generate import generate
+from mtjax.operation.distributed import ending_together, initialize, is_main_process
+from mtjax.parallel.stack import Params
+from mtjax.sharding import compute_shardings
+from mtjax.training.evaluate import Evaluator
+from mtjax.training.loop import prepare_mesh
+from mtjax.training.state import make_setup
+from mtjax.training.step import COMPUTE_DTYPES
+
+
+def evaluate(config: Config, split: SplitName) -> int:
+    """Print the metrics of a checkpoint on a split; returns the exit code."""
+    initialize(config.run.distributed)
+    with ending_together():
+        checkpointer, step = _open(config)
+        resolved, mesh = prepare_mesh(config)
+        setup = make_setup(resolved, mesh)
+        params = checkpointer.restore_params(setup.abstract.params, step)
+        metrics = Evaluator(resolved, mesh, setup, split).run(params)
+        if is_main_process():
+            print(f"checkpoint of step {step}, {split} split")
+            for name, value in metrics.items():
+                print(f"  {name}  {value:.6g}")
+    return 0
+
+
+def generate_text(config: Config, prompt: str, sampling: SamplingConfig) -> int:
+    """Print a text that a checkpoint makes of the prompt; returns the exit code."""
+    initialize(config.run.distributed)
+    prompt = prompt or config.train.sample_prompt
+    require(bool(prompt), "--prompt", prompt, "a text to continue", "give one")
+    data = config.data
+    tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path, data.eod_token)
+    with ending_together():
+        checkpointer, step = _open(config)
+        resolved, mesh = prepare_mesh(config)
+        params = _compute_params(resolved, mesh, checkpointer, step)
+        ids = generate(
+            resolved.model, params, mesh, tokenizer.encode(prompt), sampling, tokenizer.eod
+        )
+        if is_main_process():
+            print(prompt + tokenizer.decode(ids))
+    return 0
+
+
+def _open(config: Config) -> tuple[Checkpointer, int]:
+    """The checkpoints of the run, and the step to read.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+    """
+    directory = Path(config.run.directory) / "checkpoints"
+    manifest = build_manifest(dataclasses.asdict(config), config.mesh.sizes)
+    checkpointer = Checkpointer(directory, config.checkpoint, manifest)
+    step = checkpointer.step_to_resume()
+    if step is None:
+        raise FileNotFoundError(
+            f"{directory} holds no checkpoint, expected one of this recipe; train first, or set "
+            "--run.directory to the run's folder"
+        )
+    return checkpointer, step
+
+
+def _compute_params(config: Config, mesh: Mesh, checkpointer: Checkpointer, step: int) -> Params:
+    """Parameters in the compute dtype, where layers use them."""
+    setup = make_setup(config, mesh)
+    dtype = COMPUTE_DTYPES[config.precision]
+    with jax.set_mesh(mesh):
+        shardings = compute_shardings(setup.boxes, mesh)
+    abstract = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
+        setup.abstract.params,
+        shardings,
+    )
+    return checkpointer.restore_params(abstract, step)

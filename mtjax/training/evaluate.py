@@ -1,0 +1,84 @@
+"""Loss on a held-out split, in nats per token and bits per byte."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from mtjax.config import Config
+from mtjax.config.data import SplitName
+from mtjax.data.tokenizers import make_tokenizer
+from mtjax.parallel.stack import Params
+from mtjax.training.feed import Feed
+from mtjax.training.state import Setup
+from mtjax.training.step import StepInput, abstract_batch, batch_loss, gather_params
+
+
+class Evaluator:
+    """Compiled once, run as often as asked; the split is read from its start each time."""
+
+    def __init__(self, config: Config, mesh: Mesh, setup: Setup, split: SplitName = "valid"):
+        self._config, self._mesh, self._split = config, mesh, split
+        data = config.data
+        tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path, data.eod_token)
+        self._token_bytes = _padded(tokenizer.token_bytes(), config.model.vocab_size)
+        self._step = _compile(config, mesh, setup, self._token_bytes)
+
+    def run(self, params: Params) -> dict[str, float]:
+        """Metrics over at most train.eval_batches batches of the split.
+
+        Raises:
+            ValueError: the split holds no sequence.
+        """
+        train = self._config.train
+        feed = Feed(self._config, self._mesh, self._split, train.eval_batches * train.batch_size)
+        totals = np.zeros(3)
+        for _ in range(train.eval_batches):
+            try:
+                batch, _ = feed.next()
+            except StopIteration:
+                break
+            totals += np.array([float(x) for x in self._step(params, batch)])
+        loss_sum, tokens, num_bytes = totals
+        if tokens == 0:
+            raise ValueError(
+                f"data.split: the {self._split} split holds no sequence of {train.seq_len} tokens, "
+                "expected at least one; enlarge it or shorten train.seq_len"
+            )
+        loss = loss_sum / tokens
+        metrics = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+        if num_bytes:
+            metrics["eval/bits_per_byte"] = loss_sum / math.log(2) / num_bytes
+        return metrics | {"eval/tokens": tokens}
+
+
+def _padded(token_bytes: np.ndarray, size: int) -> np.ndarray:
+    """Bytes per id for every id of the model; ids that the tokenizer lacks stand for none."""
+    out = np.zeros(size, np.int32)
+    out[: len(token_bytes)] = token_bytes[:size]
+    return out
+
+
+def _compile(
+    config: Config, mesh: Mesh, setup: Setup, token_bytes: np.ndarray
+) -> Callable[[Params, StepInput], Any]:
+    """(params, batch) -> sums of cross entropy, weighted tokens and their bytes."""
+
+    def sums(params: Params, batch: StepInput) -> tuple[jax.Array, jax.Array, jax.Array]:
+        computed = gather_params(config, setup, mesh, params)
+
+        def one(_: None, microbatch: StepInput) -> tuple[None, jax.Array]:
+            return None, batch_loss(config, computed, microbatch, None).cross_entropy
+
+        losses = jax.lax.scan(one, None, batch._replace(active=None))[1]
+        counted = batch.weights > 0
+        num_bytes = jnp.sum(jnp.where(counted, jnp.asarray(token_bytes)[batch.labels], 0))
+        return jnp.sum(losses), jnp.sum(batch.weights), num_bytes
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(sums).lower(setup.abstract.params, abstract_batch(config, mesh))
+        return step.compile()

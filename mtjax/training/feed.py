@@ -1,0 +1,72 @@
+"""From the loader's numpy batches to global arrays, each process giving the rows it holds."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from mtjax.config import Config
+from mtjax.config.data import SplitName
+from mtjax.data.batch import Batch
+from mtjax.data.loader import Loader, make_loader
+from mtjax.training.step import StepInput, abstract_batch
+
+
+class Feed:
+    """A loader of one split, and how its batches are laid out on the mesh."""
+
+    def __init__(self, config: Config, mesh: Mesh, split: SplitName, num_samples: int | None):
+        self._abstract = abstract_batch(config, mesh)
+        self._rows = _local_rows(self._abstract.rows)
+        self._config = config
+        train = config.train
+        self.loader: Loader = make_loader(
+            config.data,
+            split=split,
+            seq_len=train.seq_len,
+            batch_size=train.batch_size,
+            num_microbatches=train.microbatches,
+            vocab_size=config.model.vocab_size,
+            seed=train.seed,
+            num_samples=num_samples,
+            rows=self._rows,
+        )
+
+    def next(self, num_rows: int | None = None) -> tuple[StepInput, Batch]:
+        """The next batch on the devices, and what this process read of it.
+
+        `num_rows` below the batch size fills the rest with padding that no microbatch computes.
+
+        Raises:
+            StopIteration: the data is exhausted.
+        """
+        batch = next(self.loader) if num_rows is None else self.loader.next_batch(num_rows)
+        active = None
+        if self._abstract.active is not None:
+            per_microbatch = self._config.train.batch_size // self._config.train.microbatches
+            rows = self._config.train.batch_size if num_rows is None else num_rows
+            active = np.int32(-(-rows // per_microbatch))
+        fields = batch._asdict() | {"active": active}
+        if self._abstract.segments is None:
+            fields["segments"] = None
+        return jax.tree.map(self._place, self._abstract, StepInput(**fields)), batch
+
+    def _place(self, abstract: Any, local: np.ndarray) -> jax.Array:
+        """One field as a global array."""
+        if not abstract.shape:
+            return jax.device_put(local, abstract.sharding)
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            rows = np.arange(abstract.shape[1])[index[1]]
+            picked = np.searchsorted(self._rows, rows)
+            return local[index[0]][:, picked][(slice(None), slice(None), *index[2:])]
+
+        return jax.make_array_from_callback(abstract.shape, abstract.sharding, read)
+
+
+def _local_rows(abstract: Any) -> np.ndarray:
+    """Rows of each microbatch that this process's devices hold, sorted."""
+    indices = abstract.sharding.addressable_devices_indices_map(abstract.shape).values()
+    rows = np.arange(abstract.shape[1])
+    return np.unique(np.concatenate([rows[index[1]] for index in indices]))

@@ -1,0 +1,363 @@
+"""The training loop: compile once, resume, step, report, evaluate, save, stop."""
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from mtjax.checkpoint.manager import Checkpointer
+from mtjax.checkpoint.manifest import build_manifest, check_steps
+from mtjax.config import Config, resolve_backends, validate
+from mtjax.config.sampling import SamplingConfig
+from mtjax.data.batch import Batch
+from mtjax.data.tokenizers import make_tokenizer
+from mtjax.inference.generate import generate
+from mtjax.operation.distributed import BeatBoard, ending_together, initialize, is_main_process
+from mtjax.operation.divergence import SpikeGuard, describe_batch
+from mtjax.operation.faults import StopRequest, Watchdog
+from mtjax.operation.metrics import MetricWriter
+from mtjax.operation.plot import plot_loss
+from mtjax.operation.progress import Progress, format_count
+from mtjax.planning.flops import CONVENTION, count_params, flops_per_token
+from mtjax.planning.targets import peak_flops
+from mtjax.recipes import Provenance, describe
+from mtjax.sharding import make_mesh
+from mtjax.training.evaluate import Evaluator
+from mtjax.training.feed import Feed
+from mtjax.training.state import Setup, TrainState, create_state, make_setup
+from mtjax.training.step import Limits, Metrics, abstract_batch, gather_params, make_train_step
+
+log = logging.getLogger(__name__)
+
+
+class CompiledStep(NamedTuple):
+    """The train step as an executable, and what compiling told about it."""
+
+    run: Any
+    compile_s: float
+    memory: str
+
+
+def compile_step(config: Config, mesh: Mesh, setup: Setup) -> CompiledStep:
+    """Compile the train step for the mesh; the state is donated, nothing is run."""
+    started = time.perf_counter()
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract)
+    with jax.set_mesh(mesh):
+        step = jax.jit(
+            make_train_step(config, mesh, setup), donate_argnums=0, out_shardings=(shardings, None)
+        )
+        batch = abstract_batch(config, mesh)
+        compiled = step.lower(setup.abstract, batch, Limits(scalar, scalar)).compile()
+    return CompiledStep(compiled, time.perf_counter() - started, _describe_memory(compiled))
+
+
+def _describe_memory(compiled: Any) -> str:
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return "memory n/a"
+    gib = [
+        f"{name} {size / 2**30:.2f} GiB"
+        for name, size in (
+            ("arguments", memory.argument_size_in_bytes),
+            ("temporaries", memory.temp_size_in_bytes),
+        )
+    ]
+    return "per device: " + ", ".join(gib)
+
+
+def prepare_mesh(config: Config) -> tuple[Config, Mesh]:
+    """Build the mesh, and the config with its sizes and backends resolved.
+
+    Raises:
+        ValueError: the devices present don't fit the config.
+    """
+    resolved = config.mesh.resolve(jax.device_count())
+    config = validate(dataclasses.replace(config, mesh=resolved))
+    mesh = make_mesh(config.mesh)
+    return resolve_backends(config, mesh.devices.flat[0].platform), mesh
+
+
+def train(config: Config, provenance: Sequence[Provenance] = ()) -> int:
+    """Run the training that `config` describes; returns the process's exit code."""
+    initialize(config.run.distributed)
+    with ending_together():
+        Trainer(config, provenance).run()
+    return 0
+
+
+class Trainer:
+    """One run: its parts, built in order, and the loop over steps."""
+
+    def __init__(self, config: Config, provenance: Sequence[Provenance] = ()) -> None:
+        # Manifest and saved config hold what was asked for; the rest of the run what it became.
+        asked = config
+        self.config, self.mesh = prepare_mesh(config)
+        self.directory = Path(config.run.directory)
+        self.main = is_main_process()
+        manifest = build_manifest(dataclasses.asdict(asked), self.config.mesh.sizes)
+        self.checkpointer = Checkpointer(
+            self.directory / "checkpoints", config.checkpoint, manifest
+        )
+        self.start_step = self.checkpointer.step_to_resume()
+        if self.start_step is not None:
+            check_steps(config.train.steps, self.start_step)
+        self._save_config(provenance)
+        self.setup = make_setup(self.config, self.mesh)
+        samples = sum(self._rows_at(step) for step in range(config.train.steps))
+        self.feed = Feed(self.config, self.mesh, "train", samples)
+        self.guard = SpikeGuard(config.run.faults)
+        self.evaluator: Evaluator | None = None
+        self.step_flops = flops_per_token(config.model, config.train.seq_len)
+
+    def run(self) -> None:
+        """Train to the last step, a stop signal, the end of the data, or an error."""
+        config, faults = self.config, self.config.run.faults
+        compiled = compile_step(config, self.mesh, self.setup)
+        state = self._initial_state()
+        start = self.start_step or 0
+        self._say_hello(compiled)
+        board = BeatBoard() if jax.process_count() > 1 else None
+        watchdog = Watchdog(
+            faults.watchdog_timeout_s,
+            self.directory,
+            startup_s=faults.watchdog_startup_s,
+            process_index=jax.process_index(),
+            board=board,
+        )
+        self.writer = MetricWriter(
+            self.directory,
+            config.run.metrics,
+            resume_step=start,
+            run_name=config.run.title,
+            run_config=dataclasses.asdict(config),
+            active=self.main,
+        )
+        self.progress = Progress(
+            config.train.steps,
+            start_step=start,
+            mode=config.run.metrics.progress,
+            active=self.main,
+        )
+        with self.checkpointer, self.writer, self.progress, watchdog, StopRequest() as stop:
+            state = self._loop(compiled, state, start, stop, watchdog)
+            self._finish(state)
+
+    def _loop(
+        self,
+        compiled: CompiledStep,
+        state: TrainState,
+        step: int,
+        stop: StopRequest,
+        watchdog: Watchdog,
+    ) -> TrainState:
+        train, checkpoint = self.config.train, self.config.checkpoint
+        self.meter = Meter(self, compiled.compile_s)
+        pending: Pending | None = None
+        stopping = False
+        while step < train.steps and not stopping:
+            batch = self._next_batch(step)
+            if batch is None:
+                break
+            if pending is not None and self.config.run.faults.spike_ratio:
+                # The limits of this step need the step before.
+                pending = self._observe(pending)
+            limits = Limits(*(np.float32(v) for v in self.guard.limits().values()))
+            state, metrics = compiled.run(state, batch[0], limits)
+            # The step before is read only now, so that the device is never idle.
+            self._observe(pending)
+            step += 1
+            pending = Pending(step, metrics, batch[1])
+            stopping = stop.agreed()
+            due = checkpoint.due(step, train.steps)
+            evaluate = train.eval_every and step % train.eval_every == 0 and step < train.steps
+            if due or stopping or evaluate or step == train.steps:
+                pending = self._observe(pending)
+            if evaluate:
+                with watchdog.phase("evaluation", self.config.run.faults.watchdog_startup_s):
+                    self._evaluate(step, state)
+            if due or stopping:
+                with watchdog.phase("checkpoint", float(checkpoint.timeout_s)):
+                    self._save(step, state)
+            watchdog.beat(step)
+        self._observe(pending)
+        if stopping:
+            self.progress.message(
+                f"stopped by {stop.signal_name or 'another process'} after step {step}; saved. "
+                "The same command resumes."
+            )
+        self.last_step, self.stopped = step, stopping
+        return state
+
+    def _next_batch(self, step: int) -> tuple[Any, Batch] | None:
+        rows = self._rows_at(step)
+        started = time.perf_counter()
+        try:
+            return self.feed.next(None if rows == self.config.train.batch_size else rows)
+        except StopIteration:
+            self.progress.message(
+                f"the training data is exhausted after step {step} of {self.config.train.steps}; "
+                "ending here. For more, raise data.epochs or set it to None."
+            )
+            return None
+        finally:
+            self.meter.data_wait_s += time.perf_counter() - started
+
+    def _rows_at(self, step: int) -> int:
+        return self.config.train.batch_size_at(step)
+
+    def _observe(self, pending: "Pending | None") -> None:
+        """Judge a step that was dispatched before, and report it if it is its turn."""
+        if pending is None:
+            return
+        step, metrics, batch = pending
+        values = {name: float(value) for name, value in metrics.items()}
+        self.guard.observe(step, values, lambda: describe_batch(batch.tokens, batch.rows.flat))
+        self.meter.count(self._rows_at(step - 1) * self.config.train.seq_len)
+        if step % self.config.run.metrics.every_steps == 0 or step == self.config.train.steps:
+            values |= self.meter.read()
+            self.writer.write(step, values)
+            self.progress.update(step, values)
+
+    def _evaluate(self, step: int, state: TrainState) -> None:
+        started = time.perf_counter()
+        if self.evaluator is None:
+            self.evaluator = Evaluator(self.config, self.mesh, self.setup)
+        metrics = self.evaluator.run(state.params)
+        self.writer.write(step, metrics)
+        text = f"step {step} | held-out loss {metrics['eval/loss']:.4f} nats/token"
+        if "eval/bits_per_byte" in metrics:
+            text += f" | {metrics['eval/bits_per_byte']:.4f} bits per byte"
+        self.progress.message(text)
+        self.meter.pause(time.perf_counter() - started)
+
+    def _save(self, step: int, state: TrainState) -> None:
+        started = time.perf_counter()
+        data_state = {"loader": self.feed.loader.get_state(), "guard": self.guard.state()}
+        self.checkpointer.save(step, state, data_state)
+        self.meter.pause(time.perf_counter() - started)
+
+    def _initial_state(self) -> TrainState:
+        if self.start_step is None:
+            return create_state(self.config, self.mesh, self.setup)
+        state, data_state = self.checkpointer.restore(self.setup.abstract, self.start_step)
+        self.feed.loader.set_state(data_state["loader"])
+        self.guard.load(data_state["guard"])
+        return state
+
+    def _finish(self, state: TrainState) -> None:
+        """Last evaluation, sample and picture; a stopped run only waits for its checkpoint."""
+        train = self.config.train
+        if self.stopped:
+            return
+        if self.last_step < train.steps and self.config.checkpoint.at_end:
+            self._save(self.last_step, state)
+        self._evaluate(self.last_step, state)
+        if train.sample_tokens:
+            self._sample(state)
+        if self.main and self.config.run.metrics.plot:
+            picture = plot_loss(self.directory, self.config.run.title)
+            self.progress.message(f"loss curve: {picture}")
+        self.progress.message(f"run folder: {self.directory}")
+
+    def _sample(self, state: TrainState) -> None:
+        train, data = self.config.train, self.config.data
+        tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path, data.eod_token)
+        gather = jax.jit(lambda p: gather_params(self.config, self.setup, self.mesh, p))
+        with jax.set_mesh(self.mesh):
+            params = gather(state.params)
+        sampling = SamplingConfig(max_tokens=train.sample_tokens, seed=train.seed)
+        prompt = tokenizer.encode(train.sample_prompt)
+        ids = generate(self.config.model, params, self.mesh, prompt, sampling, tokenizer.eod)
+        self.progress.message("sample: " + train.sample_prompt + tokenizer.decode(ids))
+
+    def _save_config(self, provenance: Sequence[Provenance]) -> None:
+        """The final config and where each value came from: printed, and saved with the run."""
+        if not self.main:
+            return
+        print(f"config (defaults left out):\n{describe(provenance)}", flush=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        record = {
+            "config": dataclasses.asdict(self.config),
+            "changed": [dataclasses.asdict(p) for p in provenance],
+        }
+        text = json.dumps(record, indent=2) + "\n"
+        (self.directory / "config.json").write_text(text, encoding="utf-8")
+
+    def _say_hello(self, compiled: CompiledStep) -> None:
+        if not self.main:
+            return
+        device = self.mesh.devices.flat[0]
+        axes = ", ".join(f"{a}={n}" for a, n in self.config.mesh.sizes.items() if n > 1)
+        params = format_count(count_params(self.config.model))
+        print(
+            f"{params} parameters on {self.mesh.size} x {device.device_kind} "
+            f"({axes or 'one device'}), attention by {self.config.model.attention.backend}, "
+            f"{self.config.precision}\n"
+            f"step compiled in {compiled.compile_s:.1f} s, {compiled.memory}\n"
+            f"{self.step_flops / 1e6:.4g} MFLOP per token ({CONVENTION})",
+            flush=True,
+        )
+        if self.start_step is not None:
+            print(f"resumed from step {self.start_step}", flush=True)
+
+
+class Pending(NamedTuple):
+    """A step that was dispatched and not yet looked at."""
+
+    step: int
+    metrics: Metrics
+    batch: Batch
+
+
+class Meter:
+    """Speed since the last record, evaluations and saves left out."""
+
+    def __init__(self, trainer: Trainer, compile_s: float) -> None:
+        device = trainer.mesh.devices.flat[0]
+        self._devices = trainer.mesh.size
+        self._peak = peak_flops(device.device_kind, trainer.config.precision)
+        self._flops_per_token = trainer.step_flops
+        self._compile_s: float | None = compile_s
+        self._restart()
+
+    def _restart(self) -> None:
+        self._started = time.perf_counter()
+        self._tokens = self._steps = 0
+        self._paused_s = 0.0
+        self.data_wait_s = 0.0
+
+    def count(self, tokens: int) -> None:
+        """A step that trained on this many tokens was seen to end."""
+        self._tokens += tokens
+        self._steps += 1
+
+    def pause(self, seconds: float) -> None:
+        """Time that went to something else than steps."""
+        self._paused_s += seconds
+
+    def read(self) -> dict[str, float]:
+        """Metrics since the last call."""
+        elapsed = max(time.perf_counter() - self._started - self._paused_s, 1e-9)
+        rate = self._tokens / elapsed
+        metrics = {
+            "perf/step_time_s": elapsed / max(self._steps, 1),
+            "perf/tokens_per_s": rate,
+            "perf/tokens_per_s_per_device": rate / self._devices,
+            "perf/tflops_per_device": rate * self._flops_per_token / self._devices / 1e12,
+            "perf/data_wait_s": self.data_wait_s / max(self._steps, 1),
+        }
+        if self._peak is not None:
+            metrics["perf/mfu"] = rate * self._flops_per_token / self._devices / self._peak
+        if self._compile_s is not None:
+            metrics["perf/compile_s"], self._compile_s = self._compile_s, None
+        self._restart()
+        return metrics
