@@ -2,6 +2,7 @@
 
 Hardware: any CPU; 2 cores suffice.
 Command: python launch.py --config tiny_gpt.py
+Expected: to be measured.
 """
 
 from mtjax.config import (

@@ -3,6 +3,7 @@
 Nothing here imports jax before the whole command line has been checked.
 """
 
+import difflib
 import logging
 import os
 import sys
@@ -147,8 +148,10 @@ def _run(args: list[str]) -> int:
 
         return prepare(tyro.cli(PrepareConfig, args=args, prog="launch.py prepare"))
     if name not in COMMANDS:
-        known = ", ".join([*COMMANDS, "prepare"])
-        raise ValueError(f"command: got {name!r}, expected one of {known}; see launch.py --help")
+        known = [*COMMANDS, "prepare"]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "see launch.py --help"
+        raise ValueError(f"command: got {name!r}, expected one of {', '.join(known)}; {hint}")
     recipe_name, rest = _take_config(args)
     if recipe_name is None:
         if "--help" in args or "-h" in args or not args:

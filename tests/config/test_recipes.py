@@ -1,0 +1,127 @@
+"""Recipes load, validate, and change only when somebody means it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from mtjax.config import Config, validate
+from mtjax.planning.flops import count_params, flops_per_token
+from mtjax.recipes import find_recipe, load_recipe, trace
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+
+# Published counts (shared with the model cards), and GFLOP per token worked out from the formula
+# 6 * (matrix entries) + 6 * L * T * N * H at the recipe's sequence length.
+PARAMS = {
+    "gpt2_124m": 124_439_808,
+    "llama2_7b": 6_738_415_616,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+}
+GFLOP_PER_TOKEN = {"llama2_7b": 42.8637, "llama3_8b": 51.4704}
+
+
+def test_the_promised_recipes_are_there():
+    promised = {"tiny_gpt", "gpt2_124m", "gpt3_175b", "llama2_7b", "llama3_8b", "llama3_70b"}
+    assert promised <= set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_validates_and_equals_its_golden_dump(name):
+    config, _ = load_recipe(name)
+    validate(config)
+    dump = json.loads(json.dumps(dataclasses.asdict(config)))
+    path = GOLDEN / f"{name}.json"
+    expected = json.loads(path.read_text(encoding="utf-8"))
+    assert dump == expected, (
+        f"{name} differs from {path.name}. If a recipe or a default was changed on purpose, run "
+        "python tests/config/write_goldens.py and review the difference"
+    )
+
+
+def test_every_golden_dump_has_a_recipe():
+    assert sorted(path.stem for path in GOLDEN.glob("*.json")) == RECIPES
+
+
+@pytest.mark.parametrize("name", sorted(PARAMS))
+def test_a_preset_has_the_published_number_of_parameters(name):
+    config, _ = load_recipe(name)
+    assert count_params(config.model) == PARAMS[name]
+
+
+def test_gpt3_follows_the_formula_of_narayanan():
+    config, _ = load_recipe("gpt3_175b")
+    h, layers, V, s = 12288, 96, 50257, 2048  # noqa: N806
+    exact = 12 * layers * h**2 * (1 + 13 / (12 * h) + (V + s) / (12 * layers * h))
+    # The formula leaves out the last norm's scale and bias.
+    assert count_params(config.model) == round(exact) + 2 * h
+
+
+@pytest.mark.parametrize("name", sorted(GFLOP_PER_TOKEN))
+def test_a_preset_has_the_published_flops_per_token(name):
+    config, _ = load_recipe(name)
+    flops = flops_per_token(config.model, config.train.seq_len)
+    assert flops / 1e9 == pytest.approx(GFLOP_PER_TOKEN[name], abs=5e-5)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_what_it_is_where_it_runs_and_how(name):
+    text = find_recipe(name).read_text(encoding="utf-8")
+    docstring = text.split('"""')[1]
+    for word in ("Hardware:", f"python launch.py --config {name}.py", "Expected:"):
+        assert word in docstring
+
+
+def test_a_recipe_is_found_by_name_by_file_name_and_by_path(tmp_path):
+    copy = tmp_path / "mine.py"
+    copy.write_text(find_recipe("tiny_gpt").read_text(encoding="utf-8"), encoding="utf-8")
+    for name in ("tiny_gpt", "tiny_gpt.py", str(copy)):
+        assert load_recipe(name)[0] == load_recipe("tiny_gpt")[0]
+
+
+def test_an_unknown_recipe_names_the_closest():
+    with pytest.raises(ValueError, match="did you mean llama3_8b.py"):
+        find_recipe("lama3_8b")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("ModelConfig(num_layer=3)", "ModelConfig has no field 'num_layer'; did you mean"),
+        ("ModelConfig(num_layers=-3)", "got -3, expected a positive integer"),
+        ("AttentionConfig(num_head=3)", "did you mean 'num_heads'"),
+        ("ModlConfig()", "ModlConfig"),
+        ("3", "returned int, expected mtjax.config.Config"),
+    ],
+)
+def test_a_wrong_recipe_fails_with_its_file_and_the_fix(tmp_path, body, message):
+    path = tmp_path / "broken.py"
+    path.write_text(
+        f"from mtjax.config import *\nfrom mtjax.config import ModelConfig, AttentionConfig\n"
+        f"def get_config():\n    return {body}\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(ValueError, match="broken.py") as caught:
+        load_recipe(str(path))
+    assert message in str(caught.value)
+
+
+def test_a_recipe_without_get_config_says_so(tmp_path):
+    path = tmp_path / "empty.py"
+    path.write_text("x = 1\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="get_config"):
+        load_recipe(str(path))
+
+
+def test_provenance_tells_recipe_values_from_overrides():
+    recipe, path = load_recipe("tiny_gpt")
+    train = dataclasses.replace(recipe.train, steps=7)
+    found = {p.field: p for p in trace(recipe, path, dataclasses.replace(recipe, train=train))}
+    assert (found["train.steps"].value, found["train.steps"].source) == (7, "command line")
+    assert found["precision"].source == str(path)
+    assert "model.norm" not in found, "defaults are left out"
+    assert Config().model.norm == recipe.model.norm
