@@ -37,6 +37,7 @@ METRICS: dict[str, Metric] = {
     "train/skipped": Metric("0 or 1", "1 when the update of the step was left out"),
     "train/loss_scale": Metric("1", "dynamic loss scale (fp16)"),
     "eval/loss": Metric("nats/token", "cross-entropy on the held-out split"),
+    "eval/bits_per_byte": Metric("bits/byte", "the same per UTF-8 byte, whatever the tokenizer"),
     "eval/perplexity": Metric("1", "exp of eval/loss"),
     "eval/tokens": Metric("tokens", "tokens that eval/loss is the mean of"),
     "perf/step_time_s": Metric("s", "wall time per step, mean since the last record"),
