@@ -5,6 +5,7 @@ of document indices, i32 lengths in tokens, i64 offsets in bytes, i64 document i
 sequence of each document, and the total), optional i8 modes. A GPT document is one sequence.
 """
 
+import itertools
 import shutil
 import struct
 from pathlib import Path
@@ -75,7 +76,7 @@ class IndexedDataset:
                 "modes); the file is cut off or damaged, write it again"
             )
         edges = np.cumsum([HEADER.size, *sizes.values()])
-        fields = [buffer[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        fields = [buffer[a:b] for a, b in itertools.pairwise(edges)]
         self.lengths = fields[0].view("<i4")
         offsets = fields[1].view("<i8")
         self.documents = fields[2].view("<i8")

@@ -31,23 +31,20 @@ class Feed:
             seed=train.seed,
             num_samples=num_samples,
             rows=self._rows,
+            batch_rows=train.batch_size_at if split == "train" else None,
         )
 
-    def next(self, num_rows: int | None = None) -> tuple[StepInput, Batch]:
+    def next(self) -> tuple[StepInput, Batch]:
         """The next batch on the devices, and what this process read of it.
-
-        `num_rows` below the batch size fills the rest with padding that no microbatch computes.
 
         Raises:
             StopIteration: the data is exhausted.
         """
-        batch = next(self.loader) if num_rows is None else self.loader.next_batch(num_rows)
-        active = None
+        batch = next(self.loader)
+        fields = batch._asdict() | {"active": None}
         if self._abstract.active is not None:
-            per_microbatch = self._config.train.batch_size // self._config.train.microbatches
-            rows = self._config.train.batch_size if num_rows is None else num_rows
-            active = np.int32(-(-rows // per_microbatch))
-        fields = batch._asdict() | {"active": active}
+            # Rows fill the microbatches in order, so those with data come first.
+            fields["active"] = np.int32(np.any(batch.weights > 0, axis=(1, 2)).sum())
         if self._abstract.segments is None:
             fields["segments"] = None
         return jax.tree.map(self._place, self._abstract, StepInput(**fields)), batch

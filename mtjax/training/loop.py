@@ -112,7 +112,7 @@ class Trainer:
             check_steps(config.train.steps, self.start_step)
         self._save_config(provenance)
         self.setup = make_setup(self.config, self.mesh)
-        samples = sum(self._rows_at(step) for step in range(config.train.steps))
+        samples = sum(config.train.batch_size_at(step) for step in range(config.train.steps))
         self.feed = Feed(self.config, self.mesh, "train", samples)
         self.guard = SpikeGuard(config.run.faults)
         self.evaluator: Evaluator | None = None
@@ -198,10 +198,9 @@ class Trainer:
         return state
 
     def _next_batch(self, step: int) -> tuple[Any, Batch] | None:
-        rows = self._rows_at(step)
         started = time.perf_counter()
         try:
-            return self.feed.next(None if rows == self.config.train.batch_size else rows)
+            return self.feed.next()
         except StopIteration:
             self.progress.message(
                 f"the training data is exhausted after step {step} of {self.config.train.steps}; "
@@ -211,9 +210,6 @@ class Trainer:
         finally:
             self.meter.data_wait_s += time.perf_counter() - started
 
-    def _rows_at(self, step: int) -> int:
-        return self.config.train.batch_size_at(step)
-
     def _observe(self, pending: "Pending | None") -> None:
         """Judge a step that was dispatched before, and report it if it is its turn."""
         if pending is None:
@@ -221,7 +217,7 @@ class Trainer:
         step, metrics, batch = pending
         values = {name: float(value) for name, value in metrics.items()}
         self.guard.observe(step, values, lambda: describe_batch(batch.tokens, batch.rows.flat))
-        self.meter.count(self._rows_at(step - 1) * self.config.train.seq_len)
+        self.meter.count(self.config.train.batch_size_at(step - 1) * self.config.train.seq_len)
         if step % self.config.run.metrics.every_steps == 0 or step == self.config.train.steps:
             values |= self.meter.read()
             self.writer.write(step, values)
