@@ -1,6 +1,7 @@
 """Stop signals, hangs and diverging losses."""
 
 import faulthandler
+import functools
 import os
 import pathlib
 import signal
@@ -78,28 +79,23 @@ def _start_any(flag: bool) -> Any:
     """Dispatches a maximum of `flag` over all devices; returns the pending scalar."""
     import jax
     import numpy as np
+
+    split, maximum = _maximum_over_devices()
+    shape = (jax.device_count(),)
+    one = np.full((1,), flag, np.int32)
+    return maximum(jax.make_array_from_callback(shape, split, lambda _: one))
+
+
+@functools.cache
+def _maximum_over_devices() -> tuple[Any, Any]:
+    """One value per device as a sharding, and the jitted maximum of such an array."""
+    import jax
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
-    split = NamedSharding(mesh, PartitionSpec("all"))
-    flags = jax.make_array_from_callback(
-        (jax.device_count(),), split, lambda _: np.full((1,), flag, np.int32)
-    )
-    return _max_over(mesh)(flags)
-
-
-_MAX_OVER: dict[Any, Any] = {}
-
-
-def _max_over(mesh: Any) -> Any:
-    """The compiled maximum for `mesh`; compiled once, since it runs each step."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    if mesh not in _MAX_OVER:
-        replicated = NamedSharding(mesh, PartitionSpec())
-        _MAX_OVER[mesh] = jax.jit(jax.numpy.max, out_shardings=replicated)
-    return _MAX_OVER[mesh]
+    replicated = NamedSharding(mesh, PartitionSpec())
+    maximum = jax.jit(jax.numpy.max, out_shardings=replicated)
+    return NamedSharding(mesh, PartitionSpec("all")), maximum
 
 
 def _finish_any(pending: Any) -> bool:
