@@ -43,6 +43,7 @@ class ConcatOrder:
         seq_len: int,
         seed: int,
         shuffle: bool,
+        blend: bool,
         epochs: int | None,
     ) -> None:
         import grain
@@ -66,7 +67,7 @@ class ConcatOrder:
             return dataset.repeat(epochs)
 
         paths = [sequences(path) for path in range(len(stores))]
-        if data.weights and shuffle:
+        if data.weights and blend:
             keyed = [repeated(dataset, seed + i) for i, dataset in enumerate(paths)]
             shares = megatron.normalize_weights(data.weights)
             self._sequences = grain.MapDataset.mix(keyed, weights=shares)
@@ -173,5 +174,6 @@ def make_order(
         seq_len=seq_len,
         seed=seed,
         shuffle=training and data.shuffle,
+        blend=training,
         epochs=data.epochs if training else 1,
     )

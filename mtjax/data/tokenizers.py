@@ -1,5 +1,6 @@
 """Tokenizers behind one protocol: bytes, Hugging Face tokenizers, sentencepiece, tiktoken."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any, Protocol
@@ -208,16 +209,10 @@ class TiktokenTokenizer:
 
     def __init__(self, path: Path, eod_token: str) -> None:
         import tiktoken
-        from tiktoken.load import load_tiktoken_bpe
 
         if not path.is_file():
             raise ValueError(f"{path}: no such file; expected a .tiktoken ranks file")
-        try:
-            ranks = load_tiktoken_bpe(str(path))
-        except ValueError as error:
-            raise ValueError(f"{path}: not a tiktoken ranks file ({error})") from error
-        if not ranks:
-            raise ValueError(f"{path}: no ranks; expected 'base64-token rank' lines")
+        ranks = _read_ranks(path)
         pattern, eod = TIKTOKEN_ENCODINGS.get(path.stem, (CL100K_PATTERN, None))
         self.eod = max(ranks.values()) + 1 if eod is None else eod
         self._encoding = tiktoken.Encoding(
@@ -240,6 +235,23 @@ class TiktokenTokenizer:
         for token, rank in self._ranks.items():
             counts[rank] = len(token)
         return counts
+
+
+def _read_ranks(file: Path) -> dict[bytes, int]:
+    # tiktoken's own reader caches by path, so it would miss that a local file has changed.
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise ValueError(
+                f"{file}, line {number}: not a tiktoken rank ({error}); expected "
+                "'base64-token rank'"
+            ) from error
+    if not ranks:
+        raise ValueError(f"{file}: no ranks; expected 'base64-token rank' lines")
+    return ranks
 
 
 def make_tokenizer(kind: TokenizerName, path: str = "", eod_token: str = "") -> Tokenizer:

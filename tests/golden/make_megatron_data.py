@@ -63,9 +63,7 @@ def make_config(blend, seq_len, split, **options):
 
 
 def build(config, sizes):
-    builder = BlendedMegatronDatasetBuilder(
-        gpt_dataset.GPTDataset, sizes, lambda: True, config
-    )
+    builder = BlendedMegatronDatasetBuilder(gpt_dataset.GPTDataset, sizes, lambda: True, config)
     return builder.build()
 
 
@@ -120,7 +118,11 @@ def helper_goldens(out):
             out[f"sample_helper/{seq_len}/{drop_last}"] = helpers.build_sample_idx(
                 lengths, order, seq_len, 1, int(lengths.sum()), drop_last, True
             )
-    for key, weights in (("ties", [0.25] * 4), ("tiny", [0.001, 0.999]), ("three", [0.1, 0.2, 0.7])):
+    for key, weights in (
+        ("ties", [0.25] * 4),
+        ("tiny", [0.001, 0.999]),
+        ("three", [0.1, 0.2, 0.7]),
+    ):
         dataset, sample = np.zeros(500, np.int16), np.zeros(500, np.int64)
         helpers.build_blending_indices(dataset, sample, weights, len(weights), 500, False)
         out[f"blend_helper/{key}/dataset"], out[f"blend_helper/{key}/sample"] = dataset, sample
