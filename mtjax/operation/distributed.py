@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from mtjax.config.check import RunError
 from mtjax.config.run import DistributedConfig
 from mtjax.operation.rendezvous import PeerError, meet
 
@@ -80,11 +81,12 @@ def ending_together() -> Iterator[None]:
     except Exception as error:
         if jax.process_count() == 1:
             raise
-        traceback.print_exc()
+        if not isinstance(error, RunError):
+            traceback.print_exc()
         print(
             f"process {jax.process_index()} of {jax.process_count()} ends with "
-            f"{type(error).__name__}; the others end too. If a collective failed, look for the "
-            "first error in the logs of the other processes.",
+            f"{type(error).__name__}: {error}\nThe others end too. If a collective failed, "
+            "look for the first error in the logs of the other processes.",
             file=sys.stderr,
         )
         sys.stdout.flush()

@@ -5,9 +5,10 @@ import hashlib
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from mtjax.config.check import RunError
 from mtjax.config.run import FaultConfig
 
 log = logging.getLogger(__name__)
@@ -15,7 +16,7 @@ log = logging.getLogger(__name__)
 _WATCHED = ("train/loss", "train/grad_norm")
 
 
-class TrainingDiverged(RuntimeError):
+class TrainingDiverged(RunError):
     """Training can't go on; the text names step, values and batch."""
 
 
@@ -107,20 +108,17 @@ class SpikeGuard:
         return reasons
 
 
-def describe_batch(tokens_BT: Any, rows: Sequence[int] = (), *, shown: int = 8) -> str:
-    """A batch in one line: row indices in the data, first tokens, and a digest of all tokens.
+def describe_batch(number: int, tokens_BT: Any, *, shown: int = 8) -> str:
+    """A batch in one line: its number in the data's order, first tokens, a digest of all tokens.
 
-    `tokens_BT` are integer ids; `rows` says which samples of the data they are, if known.
+    `tokens_BT` are the integer ids that this process read.
     """
     import numpy as np
 
     tokens_BT = np.ascontiguousarray(np.asarray(tokens_BT))
     digest = hashlib.sha256(tokens_BT.astype("<i8").tobytes()).hexdigest()[:12]
-    parts = [f"first tokens {tokens_BT.reshape(-1)[:shown].tolist()}", f"sha256 {digest}"]
-    if len(rows):
-        more = f" and {len(rows) - shown} more" if len(rows) > shown else ""
-        parts.insert(0, f"rows {[int(row) for row in rows[:shown]]}{more}")
-    return ", ".join(parts)
+    first = tokens_BT.reshape(-1)[:shown].tolist()
+    return f"number {number} (from 0), first tokens {first}, sha256 {digest}"
 
 
 def _batch_text(batch: str | Callable[[], str]) -> str:

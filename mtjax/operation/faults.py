@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -147,21 +147,22 @@ class Watchdog:
 
     def beat(self, step: int) -> None:
         """Says that `step` is finished."""
-        self._step, self._phase, self._limit_s = step, f"step {step + 1}", self._timeout_s
+        # The clock first: the thread must not hold the old one against a shorter limit.
         self._last_s = time.monotonic()
+        self._step, self._phase, self._limit_s = step, f"step {step + 1}", self._timeout_s
 
     @contextmanager
     def phase(self, name: str, timeout_s: float | None = None) -> Iterator[None]:
         """Gives work that is no step, such as an evaluation, its own limit and name."""
         before = self._phase, self._limit_s
+        self._last_s = time.monotonic()
         self._phase = name
         self._limit_s = self._limit_s if timeout_s is None else timeout_s
-        self._last_s = time.monotonic()
         try:
             yield
         finally:
-            self._phase, self._limit_s = before
             self._last_s = time.monotonic()
+            self._phase, self._limit_s = before
 
     def _watch(self) -> None:
         shown: int | None = None
@@ -175,7 +176,8 @@ class Watchdog:
             if self._board is not None and self._step != shown:
                 shown = self._step
                 self._board.publish(shown)
-            pause_s = min(max((limit_s - idle_s) / 4, 0.05), 5.0)
+            # Not by what is left now: a beat may bring in a shorter limit while this sleeps.
+            pause_s = min(max(self._timeout_s / 8, 0.05), 5.0)
             if self._done.wait(pause_s):
                 return
 
@@ -206,7 +208,13 @@ class Watchdog:
         if self._board is None:
             return []
         answer: list[str] = []
-        asker = threading.Thread(target=lambda: answer.append(self._board.describe()), daemon=True)
+
+        def ask() -> None:
+            # Any failure says the same: whoever keeps the board is gone.
+            with suppress(Exception):
+                answer.append(self._board.describe())
+
+        asker = threading.Thread(target=ask, daemon=True)
         asker.start()
         asker.join(timeout=5.0)
         return answer or ["The coordinator (process 0) does not answer."]

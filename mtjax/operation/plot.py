@@ -2,12 +2,14 @@
 
 import math
 import pathlib
+import statistics
 from typing import Any
 
 from mtjax.operation.metrics import METRICS_FILE, read_metrics
 
 PLOT_FILE = "loss.png"
 _TRAIN, _EVAL, _INK, _GRID = "#2a78d6", "#c2410c", "#333333", "#dddddd"
+_MAX_WINDOW = 101
 
 
 def plot_loss(directory: str | pathlib.Path, title: str = "") -> pathlib.Path | None:
@@ -53,21 +55,19 @@ def _series(records: list[dict[str, float]], name: str) -> tuple[list[float], li
 
 
 def _draw_train(axes: Any, steps: list[float], values: list[float]) -> None:
-    """The recorded loss, and for long runs its exponential mean on top of it."""
+    """The recorded loss; for long runs its running median, blind to spikes, on top of it."""
     if not steps:
         return
-    window = len(values) // 50
-    if window < 2:
+    half = min(len(values) // 100, _MAX_WINDOW // 2)
+    if half == 0:
         axes.plot(steps, values, color=_TRAIN, linewidth=1.6, label="train")
         return
-    mean, smooth = values[0], []
-    for value in values:
-        mean += (value - mean) / window
-        smooth.append(mean)
+    smooth = [
+        statistics.median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))
+    ]
+    label = f"train (median of {2 * half + 1} records)"
     axes.plot(steps, values, color=_TRAIN, alpha=0.3, linewidth=0.8)
-    axes.plot(
-        steps, smooth, color=_TRAIN, linewidth=1.8, label=f"train (mean of ~{window} records)"
-    )
+    axes.plot(steps, smooth, color=_TRAIN, linewidth=1.8, label=label)
 
 
 def _mark_skipped(axes: Any, records: list[dict[str, float]]) -> None:

@@ -12,13 +12,15 @@ import socket
 import time
 from typing import Any
 
+from mtjax.config.check import RunError
+
 _RETRY_S = 0.2
 _HELLO_TIMEOUT_S = 5.0
 # A peer waits this much longer than process 0, to hear from it who was missing.
 _GRACE_S = 5.0
 
 
-class PeerError(RuntimeError):
+class PeerError(RunError):
     """Not all processes of the run came together; the text names who is missing or wrong."""
 
 

@@ -29,9 +29,7 @@ class Toy:
 
         def place(leaf):
             spec = SHARDINGS.get(leaf.shape, PartitionSpec())
-            return jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
-            )
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
         return jax.tree.map(place, jax.eval_shape(lambda: self._init(width)))
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.checkpoint.manager import Checkpointer, CheckpointCorrupt
+from mtjax.checkpoint.manager import CheckpointCorrupt, Checkpointer
 from mtjax.checkpoint.manifest import CheckpointMismatch, build_manifest
 from mtjax.config.checkpoint import CheckpointConfig
 
@@ -48,12 +48,11 @@ def test_eight_devices_restore_on_any_mesh_bit_for_bit(saved, toy, shape):
 def test_donating_the_state_right_after_save_keeps_the_saved_bits(tmp_path, toy):
     state = toy.state(toy.mesh(4, 2))
     expected = jax.tree.map(lambda leaf: leaf.copy(), state)
-    spoil = jax.jit(
-        lambda tree: jax.tree.map(lambda leaf: leaf * 0 - 1, tree), donate_argnums=0
-    )
+    spoil = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 - 1, tree), donate_argnums=0)
     with checkpointer(tmp_path) as writer:
         writer.save(1, state, {})
         spoil({"params": state["params"], "opt": state["opt"]})
+        assert state["params"]["dense"]["kernel"].is_deleted()
         writer.wait()
         restored, _ = writer.restore(toy.abstract(toy.mesh(4, 2)))
     toy.assert_equal(restored, expected)
@@ -119,6 +118,8 @@ def test_foreign_and_half_written_entries_are_ignored_with_one_line(saved, caplo
         assert part in caplog.text
 
 
+# tensorstore finishes its other reads after the first error, into a closed event loop.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", ["manifest.ocdbt", "arrays", "data_state", "truncated"])
 def test_a_damaged_newest_checkpoint_names_itself_and_the_one_before(saved, toy, damage):
     newest = saved / "step_00000010"
@@ -186,6 +187,8 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_previous_one_usable(tmp_path,
     assert child.returncode == -signal.SIGKILL
     unfinished = [path.name for path in tmp_path.iterdir() if path.name != "step_00000001"]
     assert len(unfinished) == 1 and unfinished[0].startswith("step_00000002")
+    arrays_written = any(tmp_path.glob("step_00000002*/state*/**/d/*"))
+    assert arrays_written == (moment == "commit")
     reader = checkpointer(tmp_path)
     assert reader.steps() == [1]
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -106,9 +106,7 @@ def save_and_restore(x_B, sharding) -> None:
         checkpoints.wait()
         restored, data_state = checkpoints.restore(jax.tree.map(place, state))
     assert data_state == {"position": 6}
-    for shard, other in zip(
-        restored["x"].addressable_shards, x_B.addressable_shards, strict=True
-    ):
+    for shard, other in zip(restored["x"].addressable_shards, x_B.addressable_shards, strict=True):
         assert (shard.data == other.data).all()
     assert int(restored["step"].addressable_data(0)) == 6
     assert agree(ID == "1") and not agree(False)
