@@ -166,5 +166,5 @@ def resolve_backends(config: Config, platform: str) -> Config:
     )
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[config.precision]
     cudnn = on_gpu and unsupported("cudnn", call, config.model.head_dim, dtype) is None
-    resolved = dataclasses.replace(attention, backend="cudnn" if cudnn else "xla")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=resolved))
+    model = config.model.with_attention("cudnn" if cudnn else "xla")
+    return dataclasses.replace(config, model=model)

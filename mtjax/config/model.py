@@ -1,5 +1,6 @@
 """What the network is. Every field changes the mathematics of the model, none its layout."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -226,6 +227,11 @@ class ModelConfig:
     def num_kv_heads(self) -> int:
         """Key and value heads K."""
         return self.attention.num_kv_heads or self.attention.num_heads
+
+    def with_attention(self, backend: AttentionBackend) -> "ModelConfig":
+        """The same model with its attention computed by `backend`."""
+        attention = dataclasses.replace(self.attention, backend=backend)
+        return dataclasses.replace(self, attention=attention)
 
     @property
     def gated(self) -> bool:

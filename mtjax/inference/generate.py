@@ -1,6 +1,5 @@
 """Sampling with a key-value cache."""
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -68,8 +67,7 @@ def generate(
         f"prompt and text within model.max_positions ({model.max_positions})",
         "ask for fewer tokens",
     )
-    backend = dataclasses.replace(model.attention, backend="xla")
-    model = dataclasses.replace(model, attention=backend)
+    model = model.with_attention("xla")  # the backend that reads a cache
     tokens = np.zeros((1, padded), np.int32)
     tokens[0, : len(prompt)] = prompt
     # One sequence: nothing to split by batch or sequence; heads and vocabulary stay split.

@@ -28,6 +28,8 @@ def init_params(model: ModelConfig, key: jax.Array) -> Params:
     Each block draws from its own key, folded from its layer index, so that neither the grouping
     nor the mesh changes a weight.
     """
+    # Initialisation runs the layers on dummy float32 inputs, which cuDNN refuses.
+    model = model.with_attention("xla")
     with no_mesh():
         embed_key, blocks_key, head_key = jax.random.split(key, 3)
         ids_BT = jnp.zeros((1, 8), jnp.int32)

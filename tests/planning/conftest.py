@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def h200_mesh():
     """make(**axis_sizes): a mesh over one H200 host per 8 devices; skips without the plugin."""
     compile_module = pytest.importorskip("mtjax.planning.compile")
