@@ -1,7 +1,7 @@
 """Documents in text, JSON lines and Parquet files, in blocks small enough to tokenise."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,30 +40,22 @@ def check_path(source: str, path: str) -> Path:
     return Path(path)
 
 
-def _ignore(_: int) -> None:
-    pass
-
-
-def read_blocks(
-    source: str, path: str, text_field: str, on_read: Callable[[int], None] = _ignore
-) -> Iterator[Block]:
+def read_blocks(source: str, path: str, text_field: str) -> Iterator[Block]:
     """Yield a file's documents in order; documents without text are left out.
 
     Args:
         source: "text" (the file is one document), "jsonl" or "parquet" (one per row).
         path: The file.
         text_field: Field or column with the text.
-        on_read: Told of file bytes as they are read, for a progress bar.
 
     Raises:
         ValueError: Unreadable file or row; names the file and the line or row.
     """
     file = check_path(source, path)
     if source == "text":
-        yield from split_blocks(0, _read_lines(file, on_read))
+        yield from split_blocks(0, _read_lines(file))
         return
-    read = _read_jsonl if source == "jsonl" else _read_parquet
-    texts = read(file, text_field, on_read)
+    texts = _read_jsonl(file, text_field) if source == "jsonl" else _read_parquet(file, text_field)
     for document, text in enumerate(texts):
         yield from split_blocks(document, text.splitlines(keepends=True))
 
@@ -88,23 +80,20 @@ def read_text(file: Path) -> str:
     Raises:
         ValueError: Not UTF-8; names the byte.
     """
-    return "".join(_read_lines(file, _ignore))
+    return "".join(_read_lines(file))
 
 
-def _read_lines(file: Path, on_read: Callable[[int], None]) -> Iterator[str]:
+def _read_lines(file: Path) -> Iterator[str]:
     try:
         with file.open(encoding="utf-8", newline="") as stream:
-            for line in stream:
-                on_read(len(line.encode()))
-                yield line
+            yield from stream
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8 ({error.reason}); convert it to UTF-8") from error
 
 
-def _read_jsonl(file: Path, text_field: str, on_read: Callable[[int], None]) -> Iterator[str]:
+def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
-            on_read(len(line))
             if not line.strip():
                 continue
             where = f"{file}, line {number}"
@@ -124,7 +113,7 @@ def _read_jsonl(file: Path, text_field: str, on_read: Callable[[int], None]) -> 
             yield row[text_field]
 
 
-def _read_parquet(file: Path, text_field: str, on_read: Callable[[int], None]) -> Iterator[str]:
+def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
 
@@ -139,9 +128,7 @@ def _read_parquet(file: Path, text_field: str, on_read: Callable[[int], None]) -
                 f"{file}: got columns {columns}, expected {text_field!r}; set text_field"
             )
         row = 0
-        row_bytes = file.stat().st_size / max(table.metadata.num_rows, 1)
         for batch in table.iter_batches(columns=[text_field]):
-            on_read(round(row_bytes * batch.num_rows))
             for text in batch.column(0).to_pylist():
                 if not isinstance(text, str):
                     got = type(text).__name__

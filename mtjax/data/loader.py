@@ -1,190 +1,142 @@
-"""The loader: a global stream of rows, read for this process, resumed bit for bit."""
+"""Batches for the training loop: prefetched, resumable, the same for any number of hosts.
 
-import copy
-import logging
-import weakref
-from typing import Any, NoReturn
+The stream of sequences is global: batch k holds the same rows whoever reads them. A process reads
+only its own rows where the order allows random access; first-fit packing has to run in full.
+"""
 
-import grain
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
 import numpy as np
 
 from mtjax.config.data import DataConfig, SplitName
-from mtjax.data.batch import Batch, assemble
-from mtjax.data.packing import Order, Packed, pack
+from mtjax.data.batch import Batch, Row, assemble
+from mtjax.data.order import Order, make_order
+from mtjax.data.packing import packed_rows
+from mtjax.data.rows import read_row
 from mtjax.data.store import open_stores
-from mtjax.data.tokenizers import make_tokenizer
-
-logger = logging.getLogger(__name__)
 
 
-class Loader:
-    """Iterator of Batch.
+class Loader(Protocol):
+    """An iterator of batches that can be put back to where it was."""
 
-    All processes walk the same stream of rows; each reads the tokens of its own rows. State counts
-    what was handed out, not what was prefetched, and does not depend on the number of processes,
-    the batch size or the number of microbatches.
-    """
+    def __iter__(self) -> Iterator[Batch]:
+        """The loader itself."""
+        ...
+
+    def __next__(self) -> Batch:
+        """The next batch. Raises StopIteration when the data is exhausted."""
+        ...
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the stream stands, as JSON values; what was only prefetched does not count."""
+        ...
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of a loader with the same data and settings, on any hosts."""
+        ...
+
+
+class _BatchSource:
+    """Batches by number, as grain's random-access sources are."""
 
     def __init__(
         self,
-        packed: Packed,
-        *,
-        name: str,
-        seq_len: int,
-        batch_size: int,
-        num_microbatches: int,
-        num_samples: int | None,
-        rows: np.ndarray | None,
-        prefetch: int,
+        order: Order,
+        read: Callable[[Any], Row],
+        collect: Callable[..., Batch],
+        sizes: Callable[[int], int],
     ) -> None:
-        """Use make_loader.
+        self._order, self._read, self._collect, self._sizes = order, read, collect, sizes
+        self._ends: list[int] = []
 
-        Raises:
-            ValueError: Batch size, microbatches and rows do not fit each other.
-        """
-        if num_microbatches < 1 or batch_size < 1 or batch_size % num_microbatches:
-            raise ValueError(
-                f"batch_size: got {batch_size}, expected a positive multiple of "
-                f"{num_microbatches} microbatches; change either"
-            )
-        microbatch_size = batch_size // num_microbatches
-        self._rows = np.arange(microbatch_size) if rows is None else np.asarray(rows, np.int64)
-        if self._rows.size and (self._rows.min() < 0 or self._rows.max() >= microbatch_size):
-            raise ValueError(
-                f"rows: got {self._rows.tolist()}, expected numbers below {microbatch_size}, the "
-                "rows of a microbatch"
-            )
-        self._packed = packed
-        self._name = name
-        self._seq_len = seq_len
-        self._batch_size = batch_size
-        self._num_microbatches = num_microbatches
-        limits = [n for n in (num_samples, packed.num_rows) if n is not None]
-        self._num_rows = min(limits) if limits else None
-        self._prefetch = prefetch
-        self._consumed = 0
-        self._reading = 0
-        self._iterator: Any = None
-        self._closer: Any = None
-        self._open(batch_size, None)
+    def rows(self, number: int) -> range:
+        """Numbers in the stream of the rows of a batch; empty past the end."""
+        while len(self._ends) <= number:
+            begin = self._ends[-1] if self._ends else 0
+            self._ends.append(begin + self._sizes(len(self._ends)))
+        begin = self._ends[number - 1] if number else 0
+        return range(min(begin, len(self._order)), min(self._ends[number], len(self._order)))
 
-    @property
-    def num_rows(self) -> int | None:
-        """Rows this loader hands out in all; None if it never ends or only grain knows the end."""
-        return self._num_rows
+    def __call__(self, number: int) -> Batch | None:
+        rows = self.rows(number)
+        if not rows:
+            return None
+        return self._collect(rows, lambda row: self._read(self._order[row]))
 
-    @property
-    def consumed(self) -> int:
-        """Rows handed out so far."""
-        return self._consumed
 
-    def __iter__(self) -> "Loader":
+class RandomAccessLoader:
+    """Batches of an order that can be read anywhere; grain prefetches them in threads."""
+
+    def __init__(self, source: _BatchSource, prefetch: int) -> None:
+        self._source, self._prefetch = source, prefetch
+        self.set_state({"batch": 0})
+
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        """The next global batch; the last one may hold padding rows."""
-        return self.next_batch(self._batch_size)
-
-    def next_batch(self, num_rows: int) -> Batch:
-        """The next `num_rows` rows of the stream, the rest of the batch being padding.
-
-        For a batch-size ramp. Rows fill the batch in order, microbatch by microbatch. A change of
-        num_rows discards what was prefetched, so keep it for many steps.
-
-        Raises:
-            ValueError: num_rows is not in [1, batch_size].
-            StopIteration: The data is exhausted.
-        """
-        if not 1 <= num_rows <= self._batch_size:
-            raise ValueError(
-                f"num_rows: got {num_rows}, expected 1 to {self._batch_size}, the batch size"
-            )
-        if self._num_rows is not None:
-            num_rows = min(num_rows, self._num_rows - self._consumed)
-            if not num_rows:
-                self._stop()
-        if num_rows != self._reading:
-            self._open(num_rows, self._iterator.get_state())
-        try:
-            count, batch = next(self._iterator)
-        except StopIteration:
-            self._stop()
-        self._consumed += count
+        batch = next(self._iterator)
+        if batch is None:
+            raise StopIteration
+        self._number += 1
         return batch
 
-    def skip(self, num_rows: int) -> None:
-        """Pass over the next rows of the stream without reading their tokens.
+    def get_state(self) -> dict[str, Any]:
+        return {"batch": self._number}
 
-        Raises:
-            StopIteration: The data is exhausted before that.
-        """
-        walker = iter(self._packed.references)
-        walker.set_state(self._iterator.get_state())
-        if self._num_rows is not None and self._consumed + num_rows > self._num_rows:
-            self._stop()
-        for _ in range(num_rows):
-            next(walker)
-        self._consumed += num_rows
-        self._open(self._batch_size, walker.get_state())
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        import grain
+
+        self._number = int(state["batch"])
+        options = grain.ReadOptions(
+            num_threads=min(self._prefetch, 2), prefetch_buffer_size=self._prefetch
+        )
+        # An endless range of batch numbers; the source says where the data ends.
+        numbers = grain.MapDataset.range(self._number, 2**40)
+        batches = numbers.map(lambda number: _Maybe(self._source(number)))
+        self._iterator = (m.batch for m in batches.to_iter_dataset(options))
+
+
+class _Maybe:
+    """A batch, or the end: grain drops a bare None."""
+
+    def __init__(self, batch: Batch | None) -> None:
+        self.batch = batch
+
+
+class StreamLoader:
+    """Batches of rows that come one after the other, from a grain IterDataset."""
+
+    def __init__(
+        self, rows: Any, collect: Callable[..., Batch], sizes: Callable[[int], int], prefetch: int
+    ) -> None:
+        import grain
+
+        if prefetch:
+            buffer = prefetch * sizes(0)
+            rows = grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=buffer)
+        self._iterator = iter(rows)
+        self._collect, self._sizes, self._number = collect, sizes, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        rows = list(itertools.islice(self._iterator, self._sizes(self._number)))
+        if not rows:
+            raise StopIteration
+        self._number += 1
+        return self._collect(rows, lambda row: row)
 
     def get_state(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON-able values."""
-        return {
-            "fingerprint": self._packed.fingerprint,
-            "consumed": self._consumed,
-            "stream": copy.deepcopy(self._iterator.get_state()),
-        }
+        return {"batch": self._number, "rows": self._iterator.get_state()}
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state of get_state.
-
-        Raises:
-            ValueError: The state is of a stream with another order.
-        """
-        if state["fingerprint"] != self._packed.fingerprint:
-            raise ValueError(
-                f"{self._name} data: got state of a stream {state['fingerprint']}, expected "
-                f"{self._packed.fingerprint}: the files, data.*, seq_len or seed (for packing "
-                "megatron also train.steps) changed since it was saved; restore them, or start "
-                "the data afresh"
-            )
-        self._consumed = int(state["consumed"])
-        self._open(self._batch_size, state["stream"])
-
-    def close(self) -> None:
-        """Stop the prefetch thread; also done when the loader is collected, and at exit."""
-        self._closer()
-
-    def _open(self, num_rows: int, state: dict[str, Any] | None) -> None:
-        if self._closer is not None:
-            self._closer()
-        packed, settings = (
-            self._packed,
-            {
-                "seq_len": self._seq_len,
-                "num_microbatches": self._num_microbatches,
-                "batch_size": self._batch_size,
-                "rows": self._rows,
-            },
-        )
-
-        def read(references: list[Any]) -> tuple[int, Batch]:
-            return len(references), assemble(references, packed.read, **settings)
-
-        batches = packed.references.batch(num_rows, drop_remainder=False, batch_fn=list).map(read)
-        prefetched = grain.experimental.ThreadPrefetchIterDataset(
-            batches, prefetch_buffer_size=self._prefetch
-        )
-        self._iterator = iter(prefetched)
-        # A thread left in grain's C++ code while the interpreter ends aborts the process.
-        self._closer = weakref.finalize(self, self._iterator.close)
-        if state is not None:
-            self._iterator.set_state(copy.deepcopy(state))
-        self._reading = num_rows
-
-    def _stop(self) -> NoReturn:
-        logger.info("%s data exhausted after %d sequences", self._name, self._consumed)
-        raise StopIteration
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self._number = int(state["batch"])
+        self._iterator.set_state(state["rows"])
 
 
 def make_loader(
@@ -198,57 +150,50 @@ def make_loader(
     seed: int,
     num_samples: int | None = None,
     rows: np.ndarray | None = None,
+    batch_rows: Callable[[int], int] | None = None,
 ) -> Loader:
-    """Open the data of a split and lay it out in batches.
-
-    Splits valid and test are read once, in order (megatron packing: in megatron-core's order), from
-    the start of each loader. data.weights apply to them only where num_samples is given, since a
-    blend without a length cannot read everything.
+    """Open the data and begin its stream.
 
     Args:
-        data: What to read and how to pack it.
-        split: "train", "valid" or "test".
-        seq_len: T, inputs per row.
-        batch_size: Rows of the global batch, of all microbatches together.
-        num_microbatches: M; divides batch_size.
-        vocab_size: Of the model: ids from here on are refused.
-        seed: Of all shuffles.
-        num_samples: End after so many rows; None: when the data ends. The megatron packing needs
-            it to know how many epochs to lay out.
-        rows: int [B]: which rows of each microbatch this process reads; None: all.
+        split: "train" follows the config's shuffling and epochs; others are read once, in order.
+        seq_len: T.
+        batch_size: Rows of a global batch.
+        num_microbatches: M, a divisor of batch_size.
+        vocab_size: Ids must be smaller.
+        seed: Of the order.
+        num_samples: Rows the training will take (megatron packing sizes its order by it).
+        rows: int [B']: which rows of each microbatch this process reads, all if None.
+        batch_rows: Rows of batch k, at most batch_size (the rest is padding); batch_size if None.
 
     Raises:
-        ValueError: Bad files, empty split, id beyond the vocabulary, sizes that do not fit.
+        ValueError: unreadable or too little data, or an id beyond the vocabulary.
     """
-    tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path, data.eod_token)
-    train = split == "train"
-    weights = data.weights if train or num_samples is not None else ()
-    # megatron-core orders each indexed dataset on its own, blended or not
-    apart = bool(weights) or (data.source == "indexed" and data.packing == "megatron")
-    stores = open_stores(data, split, tokenizer=tokenizer, vocab_size=vocab_size, join=not apart)
-    order = Order(
+    stores = open_stores(data, split, vocab_size)
+    training = split == "train"
+    sizes = batch_rows or (lambda _: batch_size)
+    collect = partial(
+        assemble,
         seq_len=seq_len,
-        seed=seed,
-        shuffle=data.shuffle and train,
-        epochs=data.epochs if train else 1,
-        weights=weights,
-        num_samples=num_samples,
-    )
-    packed = pack(data, stores, order)
-    logger.info(
-        "%s data: %d tokens in %d source(s), packing %s",
-        split,
-        sum(store.num_tokens for store in stores),
-        len(stores),
-        data.packing,
-    )
-    return Loader(
-        packed,
-        name=split,
-        seq_len=seq_len,
-        batch_size=batch_size,
         num_microbatches=num_microbatches,
-        num_samples=num_samples,
-        rows=rows,
-        prefetch=data.prefetch,
+        batch_size=batch_size,
+        rows=np.arange(batch_size // num_microbatches) if rows is None else rows,
     )
+    checked = data.source != "indexed" or data.scan_tokens
+    unchecked_vocab = None if checked else vocab_size
+    if data.packing == "first_fit":
+        stream = packed_rows(
+            data,
+            stores,
+            seq_len=seq_len,
+            seed=seed,
+            training=training,
+            vocab_size=unchecked_vocab,
+        )
+        return StreamLoader(stream, collect, sizes, data.prefetch)
+    order = make_order(
+        data, stores, seq_len=seq_len, seed=seed, training=training, num_samples=num_samples
+    )
+    read = partial(
+        read_row, seq_len=seq_len, separate=data.separate_documents, vocab_size=unchecked_vocab
+    )
+    return RandomAccessLoader(_BatchSource(order, read, collect, sizes), data.prefetch)
