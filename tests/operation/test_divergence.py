@@ -17,10 +17,10 @@ def bad(value=math.nan, **others):
 
 
 def test_stop_names_step_value_and_batch():
-    batch = describe_batch(np.arange(20).reshape(2, 10), rows=[7, 9])
+    batch = describe_batch(7, np.arange(20).reshape(2, 10))
     guard = SpikeGuard(FaultConfig())
     assert guard.observe(1, GOOD)
-    expected = r"step 2: train/loss is nan; batch: rows \[7, 9\], first tokens \[0, 1, 2, 3, 4"
+    expected = r"step 2: train/loss is nan; batch: number 7 \(from 0\), first tokens \[0, 1, 2"
     with pytest.raises(TrainingDiverged, match=expected):
         guard.observe(2, bad(), lambda: batch)
 
@@ -82,5 +82,5 @@ def test_the_digest_of_a_batch_depends_on_every_token_and_not_on_the_dtype():
     tokens_BT = np.arange(200).reshape(2, 100)
     changed_BT = tokens_BT.copy()
     changed_BT[1, 99] += 1
-    assert describe_batch(tokens_BT) == describe_batch(tokens_BT.astype(np.int32))
-    assert describe_batch(tokens_BT) != describe_batch(changed_BT)
+    assert describe_batch(0, tokens_BT) == describe_batch(0, tokens_BT.astype(np.int32))
+    assert describe_batch(0, tokens_BT) != describe_batch(0, changed_BT)
