@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import tyro
 
 from mtjax.config import Config, validate
+from mtjax.config.check import RunError
 from mtjax.config.data import PrepareConfig, SplitName
 from mtjax.config.sampling import SamplingConfig
 from mtjax.recipes import Provenance, load_recipe, recipe_folders, trace
@@ -124,7 +125,8 @@ COMMANDS: dict[str, tuple[type, Callable[[Any, list[Provenance]], int]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 2 for a wrong command line or config."""
+    """Run a command; returns the exit code: 2 for a wrong command line or config, 1 for a run
+    that can't go on."""
     args = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # Library chatter; our own lines carry what a user needs.
@@ -132,11 +134,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         return _run(args)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, RunError) as error:
         if os.environ.get("MTJAX_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, RunError) else 2
 
 
 def _run(args: list[str]) -> int:

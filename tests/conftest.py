@@ -2,8 +2,26 @@
 
 import os
 
+import pytest
+
 _FLAG = "--xla_force_host_platform_device_count"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+
+
+@pytest.fixture(scope="session")
+def compilation_cache(tmp_path_factory):
+    """Programs compiled once in this session, also for child processes, however often run."""
+    import jax
+
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield {name.upper(): str(value) for name, value in settings.items()}
+    jax.config.update("jax_compilation_cache_dir", None)

@@ -11,12 +11,13 @@ import jax
 from mtjax.checkpoint import directory as disk
 from mtjax.checkpoint import leaves
 from mtjax.checkpoint.manifest import CheckpointMismatch, compare
+from mtjax.config.check import RunError
 from mtjax.config.checkpoint import CheckpointConfig
 
 log = logging.getLogger(__name__)
 
 
-class CheckpointCorrupt(RuntimeError):
+class CheckpointCorrupt(RunError):
     """A checkpoint that looks finished can't be read; the text names the one to use instead."""
 
 
@@ -78,6 +79,13 @@ class Checkpointer:
                 "check --run.directory, or set --checkpoint.resume auto to start from step 0"
             )
         return wanted or (steps[-1] if steps else None)
+
+    def check_config(self, step: int) -> None:
+        """Raises CheckpointMismatch, naming each field, when `step` was saved with a config that
+        can't go on as this one; logs the differences that may be."""
+        kept = self._compare_manifest(self._existing(step))
+        if kept:
+            log.info("step %d was saved with other settings: %s", step, "; ".join(kept))
 
     def save(
         self, step: int, state: Any, data_state: Mapping[str, Any], *, wait: bool = False
@@ -166,13 +174,11 @@ class Checkpointer:
             )
         return step
 
-    def _compare_manifest(self, step: int, only: str = "") -> None:
+    def _compare_manifest(self, step: int, only: str = "") -> list[str]:
         where = f"checkpoint {disk.step_path(self.directory, step)}"
         saved = self._json(step, disk.MANIFEST)
         allow = self.config.allow_changes
-        kept = compare(saved, self.manifest, where=where, allow=allow, only=only)
-        if kept and not only:
-            log.info("step %d was saved with other settings: %s", step, "; ".join(kept))
+        return compare(saved, self.manifest, where=where, allow=allow, only=only)
 
     def _json(self, step: int, item: str) -> Any:
         try:

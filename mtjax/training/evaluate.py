@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtjax.config import Config
-from mtjax.config.data import SplitName
+from mtjax.config.check import require
+from mtjax.config.data import SPLITS, SplitName, split_bounds
 from mtjax.data.tokenizers import make_tokenizer
 from mtjax.parallel.stack import Params
 from mtjax.training.feed import Feed
@@ -18,15 +19,26 @@ from mtjax.training.state import Setup
 from mtjax.training.step import StepInput, abstract_batch, batch_loss, gather_params
 
 
+def has_held_out(config: Config) -> bool:
+    """Whether a run evaluates: a number of batches is set, and a share of the data is held out."""
+    begin, end = split_bounds(config.data.split)[SPLITS.index("valid")]
+    return config.train.eval_batches > 0 and end > begin
+
+
 class Evaluator:
-    """Compiled once, run as often as asked; the split is read from its start each time."""
+    """Opens the split once and compiles at the first run; each run reads it from its start.
+
+    Raises:
+        ValueError: the split holds too little.
+    """
 
     def __init__(self, config: Config, mesh: Mesh, setup: Setup, split: SplitName = "valid"):
-        self._config, self._mesh, self._split = config, mesh, split
-        data = config.data
-        tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path, data.eod_token)
-        self._token_bytes = _padded(tokenizer.token_bytes(), config.model.vocab_size)
-        self._step = _compile(config, mesh, setup, self._token_bytes)
+        self._config, self._mesh, self._setup, self._split = config, mesh, setup, split
+        batches = config.train.eval_batches
+        require(batches > 0, "train.eval_batches", batches, "at least 1 to evaluate", "raise it")
+        self._feed = Feed(config, mesh, split, batches * config.train.batch_size)
+        self._start = self._feed.loader.get_state()
+        self._step: Callable[[Params, StepInput], Any] | None = None
 
     def run(self, params: Params) -> dict[str, float]:
         """Metrics over at most train.eval_batches batches of the split.
@@ -34,12 +46,16 @@ class Evaluator:
         Raises:
             ValueError: the split holds no sequence.
         """
-        train = self._config.train
-        feed = Feed(self._config, self._mesh, self._split, train.eval_batches * train.batch_size)
+        train, data = self._config.train, self._config.data
+        if self._step is None:
+            tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path, data.eod_token)
+            token_bytes = _padded(tokenizer.token_bytes(), self._config.model.vocab_size)
+            self._step = _compile(self._config, self._mesh, self._setup, token_bytes)
+        self._feed.loader.set_state(self._start)
         totals = np.zeros(3)
         for _ in range(train.eval_batches):
             try:
-                batch, _ = feed.next()
+                batch, _ = self._feed.next()
             except StopIteration:
                 break
             totals += np.array([float(x) for x in self._step(params, batch)])

@@ -30,7 +30,7 @@ from mtjax.planning.flops import CONVENTION, count_params, flops_per_token
 from mtjax.planning.targets import peak_flops
 from mtjax.recipes import Provenance, describe
 from mtjax.sharding import make_mesh
-from mtjax.training.evaluate import Evaluator
+from mtjax.training.evaluate import Evaluator, has_held_out
 from mtjax.training.feed import Feed
 from mtjax.training.state import Setup, TrainState, create_state, make_setup
 from mtjax.training.step import Limits, Metrics, abstract_batch, gather_params, make_train_step
@@ -110,29 +110,40 @@ class Trainer:
         self.start_step = self.checkpointer.step_to_resume()
         if self.start_step is not None:
             check_steps(config.train.steps, self.start_step)
-        self._save_config(provenance)
+            self.checkpointer.check_config(self.start_step)
         self.setup = make_setup(self.config, self.mesh)
         samples = sum(config.train.batch_size_at(step) for step in range(config.train.steps))
         self.feed = Feed(self.config, self.mesh, "train", samples)
         self.guard = SpikeGuard(config.run.faults)
+        self.saved_step = self.start_step
         self.evaluator: Evaluator | None = None
+        if has_held_out(config):
+            self.evaluator = Evaluator(self.config, self.mesh, self.setup)
+        self._save_config(provenance)
         self.step_flops = flops_per_token(config.model, config.train.seq_len)
 
     def run(self) -> None:
         """Train to the last step, a stop signal, the end of the data, or an error."""
-        config, faults = self.config, self.config.run.faults
-        compiled = compile_step(config, self.mesh, self.setup)
-        state = self._initial_state()
-        start = self.start_step or 0
-        self._say_hello(compiled)
-        board = BeatBoard() if jax.process_count() > 1 else None
+        faults = self.config.run.faults
         watchdog = Watchdog(
             faults.watchdog_timeout_s,
             self.directory,
             startup_s=faults.watchdog_startup_s,
             process_index=jax.process_index(),
-            board=board,
+            board=BeatBoard() if jax.process_count() > 1 else None,
         )
+        with watchdog:
+            compiled = compile_step(self.config, self.mesh, self.setup)
+            state = self._initial_state()
+            self._say_hello(compiled)
+            self._open_writers()
+            # The signals come back last: a second SIGTERM must not cut the last save short.
+            with StopRequest() as stop, self.checkpointer, self.writer, self.progress:
+                state = self._loop(compiled, state, stop, watchdog)
+                self._finish(state, stop, watchdog)
+
+    def _open_writers(self) -> None:
+        config, start = self.config, self.start_step or 0
         self.writer = MetricWriter(
             self.directory,
             config.run.metrics,
@@ -147,18 +158,15 @@ class Trainer:
             mode=config.run.metrics.progress,
             active=self.main,
         )
-        with self.checkpointer, self.writer, self.progress, watchdog, StopRequest() as stop:
-            state = self._loop(compiled, state, start, stop, watchdog)
-            self._finish(state)
 
     def _loop(
         self,
         compiled: CompiledStep,
         state: TrainState,
-        step: int,
         stop: StopRequest,
         watchdog: Watchdog,
     ) -> TrainState:
+        step = self.start_step or 0
         train, checkpoint = self.config.train, self.config.checkpoint
         self.meter = Meter(self, compiled.compile_s)
         pending: Pending | None = None
@@ -176,24 +184,18 @@ class Trainer:
             self._observe(pending)
             step += 1
             pending = Pending(step, metrics, batch[1])
-            stopping = stop.agreed()
+            # After the last step there is nothing to resume: the run ends as it would have.
+            stopping = stop.agreed() and step < train.steps
             due = checkpoint.due(step, train.steps)
             evaluate = train.eval_every and step % train.eval_every == 0 and step < train.steps
             if due or stopping or evaluate or step == train.steps:
                 pending = self._observe(pending)
             if evaluate:
-                with watchdog.phase("evaluation", self.config.run.faults.watchdog_startup_s):
-                    self._evaluate(step, state)
+                self._evaluate(step, state, watchdog)
             if due or stopping:
-                with watchdog.phase("checkpoint", float(checkpoint.timeout_s)):
-                    self._save(step, state)
+                self._save(step, state, watchdog)
             watchdog.beat(step)
         self._observe(pending)
-        if stopping:
-            self.progress.message(
-                f"stopped by {stop.signal_name or 'another process'} after step {step}; saved. "
-                "The same command resumes."
-            )
         self.last_step, self.stopped = step, stopping
         return state
 
@@ -216,18 +218,19 @@ class Trainer:
             return
         step, metrics, batch = pending
         values = {name: float(value) for name, value in metrics.items()}
-        self.guard.observe(step, values, lambda: describe_batch(batch.tokens, batch.rows.flat))
+        self.guard.observe(step, values, lambda: describe_batch(step - 1, batch.tokens))
         self.meter.count(self.config.train.batch_size_at(step - 1) * self.config.train.seq_len)
         if step % self.config.run.metrics.every_steps == 0 or step == self.config.train.steps:
             values |= self.meter.read()
             self.writer.write(step, values)
             self.progress.update(step, values)
 
-    def _evaluate(self, step: int, state: TrainState) -> None:
-        started = time.perf_counter()
+    def _evaluate(self, step: int, state: TrainState, watchdog: Watchdog) -> None:
         if self.evaluator is None:
-            self.evaluator = Evaluator(self.config, self.mesh, self.setup)
-        metrics = self.evaluator.run(state.params)
+            return
+        started = time.perf_counter()
+        with watchdog.phase("evaluation", self.config.run.faults.watchdog_startup_s):
+            metrics = self.evaluator.run(state.params)
         self.writer.write(step, metrics)
         text = f"step {step} | held-out loss {metrics['eval/loss']:.4f} nats/token"
         if "eval/bits_per_byte" in metrics:
@@ -235,10 +238,12 @@ class Trainer:
         self.progress.message(text)
         self.meter.pause(time.perf_counter() - started)
 
-    def _save(self, step: int, state: TrainState) -> None:
+    def _save(self, step: int, state: TrainState, watchdog: Watchdog) -> None:
         started = time.perf_counter()
         data_state = {"loader": self.feed.loader.get_state(), "guard": self.guard.state()}
-        self.checkpointer.save(step, state, data_state)
+        with watchdog.phase("checkpoint", float(self.config.checkpoint.timeout_s)):
+            self.checkpointer.save(step, state, data_state)
+        self.saved_step = step
         self.meter.pause(time.perf_counter() - started)
 
     def _initial_state(self) -> TrainState:
@@ -249,19 +254,26 @@ class Trainer:
         self.guard.load(data_state["guard"])
         return state
 
-    def _finish(self, state: TrainState) -> None:
+    def _finish(self, state: TrainState, stop: StopRequest, watchdog: Watchdog) -> None:
         """Last evaluation, sample and picture; a stopped run only waits for its checkpoint."""
-        train = self.config.train
+        train, step = self.config.train, self.last_step
+        if not self.stopped:
+            if self.config.checkpoint.at_end and step != self.saved_step:
+                self._save(step, state, watchdog)  # the data ended before the last step
+            self._evaluate(step, state, watchdog)
+            if train.sample_tokens:
+                with watchdog.phase("sample", self.config.run.faults.watchdog_startup_s):
+                    self._sample(state)
+            if self.main and self.config.run.metrics.plot:
+                picture = plot_loss(self.directory, self.config.run.title)
+                self.progress.message(f"loss curve: {picture}")
+        with watchdog.phase("checkpoint", float(self.config.checkpoint.timeout_s)):
+            self.checkpointer.wait()
         if self.stopped:
-            return
-        if self.last_step < train.steps and self.config.checkpoint.at_end:
-            self._save(self.last_step, state)
-        self._evaluate(self.last_step, state)
-        if train.sample_tokens:
-            self._sample(state)
-        if self.main and self.config.run.metrics.plot:
-            picture = plot_loss(self.directory, self.config.run.title)
-            self.progress.message(f"loss curve: {picture}")
+            self.progress.message(
+                f"stopped by {stop.signal_name or 'another process'} after step {step}; saved. "
+                "The same command resumes."
+            )
         self.progress.message(f"run folder: {self.directory}")
 
     def _sample(self, state: TrainState) -> None:
