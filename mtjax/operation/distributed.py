@@ -144,7 +144,15 @@ def _detect(timeout_s: int) -> _Place:
     # Only this private function resolves the addresses without connecting at once.
     from jax._src.clusters import ClusterEnv
 
-    found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout_s)
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, timeout_s
+        )
+    except RuntimeError as error:  # Open MPI 5 without mpi4py, a pod without permissions
+        raise ValueError(
+            f"run.distributed.mode is 'auto', but jax can't read this job: {error} Or set mode to "
+            "'explicit' with coordinator, num_processes and process_id"
+        ) from error
     coordinator, num_processes, process_id, local_devices = found
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(

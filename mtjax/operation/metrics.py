@@ -193,7 +193,7 @@ def _start_wandb(
     except ImportError as error:
         raise ValueError(
             "run.metrics.wandb is on, but the package wandb is not installed: "
-            "run `pip install wandb`, or set --run.metrics.wandb False"
+            "run `pip install wandb`, or set --run.metrics.no-wandb"
         ) from error
     return wandb.init(
         project=project,
