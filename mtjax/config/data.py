@@ -88,7 +88,8 @@ class DataConfig:
     """Shuffle the training sequences (first_fit: the documents), differently in each epoch."""
     epochs: int | None = None
     """Passes over the training data, at least 1; None repeats for ever (with megatron packing, as
-    long as train.steps needs)."""
+    long as train.steps needs; but several paths without weights are read once). With weights, the
+    data ends as soon as one path has been read this often."""
     prefetch: int = 2
     """Batches prepared ahead in a thread, 0 or more."""
     scan_tokens: bool = True

@@ -110,6 +110,10 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
             if not isinstance(row[text_field], str):
                 got = type(row[text_field]).__name__
                 raise ValueError(f"{where}: field {text_field!r} is {got}, expected a string")
+            try:
+                row[text_field].encode("utf-8")
+            except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair
+                raise ValueError(f"{where}: no valid Unicode text ({error.reason})") from error
             yield row[text_field]
 
 

@@ -5,6 +5,7 @@ only its own rows where the order allows random access; first-fit packing has to
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -51,12 +52,14 @@ class _BatchSource:
     ) -> None:
         self._order, self._read, self._collect, self._sizes = order, read, collect, sizes
         self._ends: list[int] = []
+        self._lock = threading.Lock()  # prefetching threads share the list
 
     def rows(self, number: int) -> range:
         """Numbers in the stream of the rows of a batch; empty past the end."""
-        while len(self._ends) <= number:
-            begin = self._ends[-1] if self._ends else 0
-            self._ends.append(begin + self._sizes(len(self._ends)))
+        with self._lock:
+            while len(self._ends) <= number:
+                begin = self._ends[-1] if self._ends else 0
+                self._ends.append(begin + self._sizes(len(self._ends)))
         begin = self._ends[number - 1] if number else 0
         return range(min(begin, len(self._order)), min(self._ends[number], len(self._order)))
 

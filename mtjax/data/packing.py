@@ -41,7 +41,7 @@ def packed_rows(
             out = out.shuffle(seed=key)
         return out.repeat(epochs)
 
-    if data.weights and shuffle:
+    if data.weights and training:
         keyed = [dataset(group, seed + i) for i, group in enumerate(pieces)]
         mixed = grain.MapDataset.mix(keyed, weights=list(data.weights))
     else:

@@ -50,7 +50,9 @@ def open_stores(data: DataConfig, split: SplitName, vocab_size: int) -> list[Tok
         stores = [_open_indexed(path, data.split, split) for path in data.paths]
         if data.scan_tokens:
             for store in stores:
-                check_ids(store, *store.span, vocab_size)
+                # Training starts first: it answers for the other splits as well.
+                whole = (0, len(store.tokens))
+                check_ids(store, *(whole if split == "train" else store.span), vocab_size)
     else:
         tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path, data.eod_token)
         stores = [
@@ -94,39 +96,45 @@ def _tokenise(
     data: DataConfig, path: str, split: SplitName, tokenizer: Tokenizer, vocab_size: int
 ) -> TokenStore:
     """Encode a file's documents of one split; each ends with the end-of-document id."""
-    parts: list[list[int]] = []
+    name = path or f"the text that ships with mtjax ({EMBEDDED_TEXT})"
     if data.source == "text":
         text = _read(path)
-        begin, end = _text_range(text, data.split, split)
-        ids = tokenizer.encode(text[begin:end]) if end > begin else []
-        if ids and end == len(text):
-            ids.append(tokenizer.eod)
-        parts = [ids] if ids else []
-        first = 0
-    else:
-        everything = list(_encode_documents(data, path, tokenizer))
-        first, last = split_range(len(everything), data.split, split)
-        parts = everything[first:last]
-    lengths = np.array([len(part) for part in parts], np.int32)
-    starts = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)])[: len(parts)]
-    tokens = np.array([i for part in parts for i in part], np.int32)
-    store = TokenStore(
-        path or f"the text that ships with mtjax ({EMBEDDED_TEXT})",
-        tokens,
-        lengths,
-        starts.astype(np.int64),
-        np.arange(len(parts)),
-    )
-    check_ids(store, 0, len(tokens), vocab_size)
+        # Training starts first: it answers for the ids of the other splits as well.
+        others = [other for other in SPLITS if split == "train" and other != split]
+        for part in (*others, split):
+            documents = _encode_text(text, _text_range(text, data.split, part), tokenizer)
+            store = _join(name, documents, 0, len(documents))
+            check_ids(store, 0, len(store.tokens), vocab_size)
+        return store
+    documents = list(_encode_documents(data, path, tokenizer))
+    store = _join(name, documents, *split_range(len(documents), data.split, split))
+    check_ids(store, 0, len(store.tokens), vocab_size)
     return store
 
 
-def _encode_documents(data: DataConfig, path: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
+def _join(name: str, documents: list[np.ndarray], first: int, last: int) -> TokenStore:
+    """A store of all documents, with a split of those from `first` to before `last`."""
+    lengths = np.array([len(document) for document in documents], np.int32)
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    tokens = np.concatenate([np.zeros(0, np.int32), *documents])
+    return TokenStore(name, tokens, lengths, starts, np.arange(first, last))
+
+
+def _encode_text(text: str, part: tuple[int, int], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The one document of a text, or none; only the last part ends with the document."""
+    begin, end = part
+    ids = tokenizer.encode(text[begin:end]) if end > begin else []
+    if ids and end == len(text):
+        ids.append(tokenizer.eod)
+    return [np.array(ids, np.int32)] if ids else []
+
+
+def _encode_documents(data: DataConfig, path: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     ids: list[int] = []
     for block in read_blocks(data.source, path, data.text_field):
         ids += tokenizer.encode(block.text)
         if block.last:
-            yield [*ids, tokenizer.eod]
+            yield np.array([*ids, tokenizer.eod], np.int32)
             ids = []
 
 
