@@ -91,7 +91,8 @@ def compare(
     that must not be.
     """
     allowed = [f"config.{prefix}" for prefix in allow]
-    fatal, harmless = [], []
+    fatal: list[tuple[str, str]] = []
+    harmless: list[tuple[str, str]] = []
     for name, change in _changes(saved, current):
         free = not must_match(name) or any(_is_under(name, prefix) for prefix in allowed)
         free = free or (bool(only) and not _is_under(name, only))

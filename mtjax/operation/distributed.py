@@ -3,7 +3,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class _Place(NamedTuple):
     coordinator: str
     num_processes: int
     process_id: int
-    local_devices: list[int] | None
+    local_devices: Sequence[int] | None
 
 
 def initialize(config: DistributedConfig) -> None:

@@ -168,7 +168,8 @@ def _drop_steps_after(directory: pathlib.Path, step: int) -> None:
     path = directory / METRICS_FILE
     if not path.exists():
         return
-    kept, dropped = [], []
+    kept: list[str] = []
+    dropped: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         record = _parse(line)
         keep = record is not None and record["step"] <= step and (step > 0)
