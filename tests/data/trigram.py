@@ -30,7 +30,7 @@ def trigram_bits_per_byte(train: bytes, valid: bytes) -> float:
 
 def _codes(values: np.ndarray, order: int) -> np.ndarray:
     """Each byte with the `order` before it as one number: [N] -> [N - order]."""
-    code = np.zeros(len(values) - order, np.int64)
+    code = np.zeros(max(len(values) - order, 0), np.int64)
     for back in range(order, -1, -1):
         code = code * VALUES + values[order - back : len(values) - back]
     return code
