@@ -5,7 +5,6 @@ import functools
 import os
 import pathlib
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +14,10 @@ from typing import Any
 
 EXIT_HANG = 74
 """Exit code of a process that its watchdog ended."""
+
+
+# The descriptor: sys.stderr may be an object without one, as in a notebook.
+_STDERR = 2
 
 
 class StopRequest:
@@ -61,11 +64,11 @@ class StopRequest:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if number == signal.SIGINT and self.requested:
-            os.write(2, b"second SIGINT: exiting at once, nothing is saved\n")
+            os.write(_STDERR, b"second SIGINT: exiting at once, nothing is saved\n")
             os._exit(130)
         self.signal_name = name
         # A handler may interrupt a print: only os.write is safe here.
-        os.write(2, f"{name}: stopping after this step\n".encode())
+        os.write(_STDERR, f"{name}: stopping after this step\n".encode())
 
 
 def agree(flag: bool) -> bool:
@@ -172,7 +175,7 @@ class Watchdog:
                 self._end(idle_s)
             # If native code hangs while it holds the interpreter lock, this thread can't run;
             # the timer of faulthandler is native and fires all the same.
-            faulthandler.dump_traceback_later(2 * max(limit_s, 1.0) + 10, exit=True)
+            faulthandler.dump_traceback_later(2 * max(limit_s, 1.0) + 10, exit=True, file=_STDERR)
             if self._board is not None and self._step != shown:
                 shown = self._step
                 self._board.publish(shown)
@@ -191,7 +194,7 @@ class Watchdog:
             "--run.faults.watchdog_timeout_s.",
         ]
         text = "\n".join(lines) + "\n"
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        faulthandler.dump_traceback(file=_STDERR, all_threads=True)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "w", encoding="utf-8") as file:
@@ -200,7 +203,7 @@ class Watchdog:
                 faulthandler.dump_traceback(file=file, all_threads=True)
         except OSError as error:
             text += f"The stacks could not be written to {self._path}: {error}\n"
-        os.write(2, text.encode())
+        os.write(_STDERR, text.encode())
         os._exit(EXIT_HANG)
 
     def _peers(self) -> list[str]:
