@@ -1,0 +1,106 @@
+"""Two processes, connected by gloo, train as one process with the same devices does."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mtjax.operation.distributed import EXIT_PEER
+from mtjax.operation.faults import EXIT_HANG
+from mtjax.training import loop
+from mtjax.training.loop import Trainer
+from tests.training.runs import as_flags, learning_metrics, on_some_devices, run, tiny
+
+pytestmark = pytest.mark.usefixtures("compilation_cache")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def as_many_devices_as_the_mesh(monkeypatch):
+    monkeypatch.setattr(loop, "prepare_mesh", on_some_devices)
+
+
+@pytest.fixture
+def launch_two(compilation_cache):
+    """`launch(directory, **changes)` runs two processes of a training to their end and returns
+    [(exit code, stdout, stderr)]; `ids` leaves one out."""
+    started = []
+
+    def launch(directory, *, devices=1, ids=(0, 1), timeout_s=100, **changes):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        flags = f"--xla_force_host_platform_device_count={devices}"
+        for number in ids:
+            distributed = {
+                "run__directory": str(directory),
+                "run__distributed__mode": "explicit",
+                "run__distributed__coordinator": f"127.0.0.1:{port}",
+                "run__distributed__num_processes": 2,
+                "run__distributed__process_id": number,
+                "run__distributed__heartbeat_timeout_s": 10,
+            }
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "launch.py", "--config", "tiny_gpt"]
+                    + as_flags(**distributed | changes),
+                    cwd=ROOT,
+                    env=os.environ | compilation_cache | {"XLA_FLAGS": flags},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        ends = [(*process.communicate(timeout=timeout_s), process) for process in started]
+        return [(process.returncode, out, err) for out, err, process in ends]
+
+    yield launch
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def losses(directory):
+    return [r["train/loss"] for r in learning_metrics(directory) if "train/loss" in r]
+
+
+@pytest.mark.parametrize(
+    ("devices", "mesh"), [(1, {"mesh__data": 2}), (2, {"mesh__fsdp": 2, "mesh__tensor": 2})]
+)
+def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(
+    tmp_path, launch_two, devices, mesh
+):
+    sample = {"train__sample_tokens": 4, "train__sample_prompt": "It is "}
+    ends = launch_two(tmp_path / "two", devices=devices, train__steps=4, **mesh, **sample)
+    assert [code for code, _, _ in ends] == [0, 0], ends[0][2] + ends[1][2]
+    assert "sample: It is " in ends[0][1] and "step " not in ends[1][1]
+    one = run(tiny(tmp_path / "one", train__steps=6, **mesh))
+    together = losses(tmp_path / "two")
+    assert len(together) == 4
+    np.testing.assert_allclose(together, losses(tmp_path / "one")[:4], rtol=1e-6)
+    alone = run(tiny(tmp_path / "two", train__steps=6, **mesh))
+    assert alone.step == 6
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-6)
+    for name, array in one.arrays.items():
+        np.testing.assert_allclose(alone.arrays[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_a_peer_that_never_comes_ends_the_command_with_its_name(tmp_path, launch_two):
+    ((code, _, err),) = launch_two(
+        tmp_path, ids=[0], mesh__data=2, run__distributed__timeout_s=2, timeout_s=30
+    )
+    assert code == 1
+    assert err.strip().splitlines()[-1].startswith("error: process 0 of 2: process 1 did not")
+
+
+def test_a_config_error_on_every_process_ends_each_with_its_text(tmp_path, launch_two):
+    run(tiny(tmp_path, train__steps=2))
+    ends = launch_two(tmp_path, mesh__data=2, train__steps=2)
+    assert all(code in (EXIT_PEER, EXIT_HANG) or code < 0 for code, _, _ in ends)
+    assert any("train.steps is 2, but the checkpoint is already at step 2" in e[2] for e in ends)
+    assert Trainer(tiny(tmp_path, train__steps=3)).checkpointer.latest_step() == 2
