@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from mtjax.config.model import ModelConfig
+from mtjax.layers.init import normal
 from mtjax.layers.linear import named
 from mtjax.layers.norm import make_norm
 from mtjax.sharding import local_map, mesh_axes, reshard, shard
@@ -21,7 +22,7 @@ class Embedding(nn.Module):
         model = self.model
         table_VD = self.param(
             "embedding",
-            named(nn.initializers.normal(model.init_std), ("vocab", "embed")),
+            named(normal(model.init_std), ("vocab", "embed")),
             (model.padded_vocab_size, model.embed_dim),
             jnp.float32,
         )
@@ -32,7 +33,7 @@ class Embedding(nn.Module):
         if model.position == "learned":
             positions_PD = self.param(
                 "position",
-                named(nn.initializers.normal(model.init_std), ("position", "embed")),
+                named(normal(model.init_std), ("position", "embed")),
                 (model.max_positions, model.embed_dim),
                 jnp.float32,
             )
@@ -79,7 +80,7 @@ class Head(nn.Module):
             return x_BTD, None
         table_VD = self.param(
             "kernel",
-            named(nn.initializers.normal(self.model.init_std), ("vocab", "embed")),
+            named(normal(self.model.init_std), ("vocab", "embed")),
             (self.model.padded_vocab_size, self.model.embed_dim),
             jnp.float32,
         )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from mtjax.layers.init import normal
 from mtjax.sharding import Boxed, Names
 
 
@@ -34,7 +35,7 @@ class Linear(nn.Module):
         in_shape = x.shape[x.ndim - self.num_in :]
         kernel = self.param(
             "kernel",
-            named(nn.initializers.normal(self.std), self.names),
+            named(normal(self.std), self.names),
             in_shape + self.out_shape,
             jnp.float32,
         )
