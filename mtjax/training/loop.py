@@ -33,7 +33,14 @@ from mtjax.sharding import make_mesh
 from mtjax.training.evaluate import Evaluator, has_held_out
 from mtjax.training.feed import Feed
 from mtjax.training.state import Setup, TrainState, create_state, make_setup
-from mtjax.training.step import Limits, Metrics, abstract_batch, gather_params, make_train_step
+from mtjax.training.step import (
+    COMPUTE_DTYPES,
+    Limits,
+    Metrics,
+    abstract_batch,
+    gather_params,
+    make_train_step,
+)
 
 log = logging.getLogger(__name__)
 
@@ -332,7 +339,8 @@ class Meter:
     def __init__(self, trainer: Trainer, compile_s: float) -> None:
         device = trainer.mesh.devices.flat[0]
         self._devices = trainer.mesh.size
-        self._peak = peak_flops(device.device_kind, trainer.config.precision)
+        dtype = jnp.dtype(COMPUTE_DTYPES[trainer.config.precision])
+        self._peak = peak_flops(device.device_kind, dtype.name)
         self._flops_per_token = trainer.step_flops
         self._compile_s: float | None = compile_s
         self._restart()
