@@ -1,9 +1,11 @@
 """Two processes, connected by gloo, train as one process with the same devices does."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -25,29 +27,27 @@ def as_many_devices_as_the_mesh(monkeypatch):
 
 
 @pytest.fixture
-def launch_two(compilation_cache):
-    """`launch(directory, **changes)` runs two processes of a training to their end and returns
-    [(exit code, stdout, stderr)]; `ids` leaves one out."""
+def start_two(compilation_cache):
+    """`start(directory, **changes)` starts two processes of a training; `ids` leaves one out."""
     started = []
 
-    def launch(directory, *, devices=1, ids=(0, 1), timeout_s=100, **changes):
+    def start(directory, *, devices=1, ids=(0, 1), **changes):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        distributed = {
+            "run__directory": str(directory),
+            "run__distributed__mode": "explicit",
+            "run__distributed__coordinator": f"127.0.0.1:{port}",
+            "run__distributed__num_processes": 2,
+            "run__distributed__heartbeat_timeout_s": 30,
+        }
         flags = f"--xla_force_host_platform_device_count={devices}"
         for number in ids:
-            distributed = {
-                "run__directory": str(directory),
-                "run__distributed__mode": "explicit",
-                "run__distributed__coordinator": f"127.0.0.1:{port}",
-                "run__distributed__num_processes": 2,
-                "run__distributed__process_id": number,
-                "run__distributed__heartbeat_timeout_s": 10,
-            }
+            own = distributed | {"run__distributed__process_id": number} | changes
             started.append(
                 subprocess.Popen(
-                    [sys.executable, "launch.py", "--config", "tiny_gpt"]
-                    + as_flags(**distributed | changes),
+                    [sys.executable, "launch.py", "--config", "tiny_gpt", *as_flags(**own)],
                     cwd=ROOT,
                     env=os.environ | compilation_cache | {"XLA_FLAGS": flags},
                     stdout=subprocess.PIPE,
@@ -55,14 +55,24 @@ def launch_two(compilation_cache):
                     text=True,
                 )
             )
-        ends = [(*process.communicate(timeout=timeout_s), process) for process in started]
-        return [(process.returncode, out, err) for out, err, process in ends]
+        return started
 
-    yield launch
+    yield start
     for process in started:
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+@pytest.fixture
+def launch_two(start_two):
+    """The same, until they end: [(exit code, stdout, stderr)]."""
+
+    def launch(*args, timeout_s=100, **changes):
+        ends = [(p.communicate(timeout=timeout_s), p) for p in start_two(*args, **changes)]
+        return [(process.returncode, out, err) for (out, err), process in ends]
+
+    return launch
 
 
 def losses(directory):
@@ -96,6 +106,26 @@ def test_a_peer_that_never_comes_ends_the_command_with_its_name(tmp_path, launch
     )
     assert code == 1
     assert err.strip().splitlines()[-1].startswith("error: process 0 of 2: process 1 did not")
+
+
+def test_a_hung_peer_ends_the_command_with_stacks_and_its_number(tmp_path, start_two):
+    main, peer = start_two(
+        tmp_path,
+        mesh__data=2,
+        train__steps=100000,
+        run__faults__watchdog_timeout_s=6.0,
+    )
+    deadline_s = time.monotonic() + 60
+    while not (tmp_path / "metrics.jsonl").exists() or len(losses(tmp_path)) < 3:
+        assert time.monotonic() < deadline_s and main.poll() is None, main.stderr.read()
+        time.sleep(0.05)
+    peer.send_signal(signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    _, err = main.communicate(timeout=40)
+    assert main.returncode == EXIT_HANG
+    assert time.monotonic() - stopped_s < 25
+    assert "process 0: no progress for" in err and (tmp_path / "stacks-0.txt").exists()
+    assert "process 1 (step" in err
 
 
 def test_a_config_error_on_every_process_ends_each_with_its_text(tmp_path, launch_two):

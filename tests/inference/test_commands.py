@@ -1,0 +1,68 @@
+"""`launch.py evaluate` and `launch.py generate` on the checkpoint of a run."""
+
+import pytest
+
+from mtjax.cli import main
+from mtjax.training import commands, loop
+from tests.training.runs import as_flags, on_some_devices, run, tiny
+
+pytestmark = pytest.mark.usefixtures("compilation_cache")
+
+SAMPLE = {"train__sample_tokens": 12, "train__sample_prompt": "It is "}
+
+
+@pytest.fixture(autouse=True)
+def as_many_devices_as_the_mesh(monkeypatch):
+    for module in (loop, commands):
+        monkeypatch.setattr(module, "prepare_mesh", on_some_devices)
+
+
+@pytest.fixture
+def launch(tmp_path, capsys):
+    """`launch(command, *arguments, **changes)`: exit code, stdout, stderr."""
+
+    def run_command(command, *arguments, **changes):
+        flags = as_flags(run__directory=str(tmp_path), **changes)
+        capsys.readouterr()
+        code = main([command, "--config", "tiny_gpt", *flags, *arguments])
+        return code, *capsys.readouterr()
+
+    return run_command
+
+
+def test_evaluate_prints_the_last_held_out_loss_of_the_training(tmp_path, launch):
+    finished = run(tiny(tmp_path, train__steps=4, checkpoint__every_steps=2))
+    code, out, _ = launch("evaluate")
+    assert code == 0
+    assert "checkpoint of step 4, valid split" in out
+    assert f"eval/loss  {finished.metrics[-1]['eval/loss']:.6g}\n" in out
+    _, earlier, _ = launch("evaluate", "--checkpoint.restore-step", "2", mesh__fsdp=2)
+    assert "checkpoint of step 2" in earlier
+    assert f"eval/loss  {finished.metrics[-1]['eval/loss']:.6g}\n" not in earlier
+
+
+def test_generate_writes_what_the_training_wrote_as_its_sample(tmp_path, launch, capsys):
+    run(tiny(tmp_path, train__steps=3, **SAMPLE))
+    printed = capsys.readouterr().out
+    sample = printed.split("sample: ", 1)[1].split("run folder: ")[0]
+    code, out, _ = launch("generate", "--max-tokens", "12", **SAMPLE)
+    assert code == 0
+    assert out == sample
+    _, other, _ = launch("generate", "--max-tokens", "12", "--prompt", "It is ", "--seed", "1")
+    assert other.startswith("It is ") and other != out
+    _, split, _ = launch("generate", "--max-tokens", "12", **SAMPLE, mesh__tensor=2)
+    assert split == out
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
+def test_without_a_checkpoint_the_command_says_where_it_looked(tmp_path, launch, command):
+    code, _, err = launch(command, train__sample_tokens=1, train__sample_prompt="It")
+    assert code == 2
+    assert f"{tmp_path}/checkpoints holds no checkpoint" in err
+
+
+def test_another_model_than_the_checkpoint_s_is_named(tmp_path, launch):
+    run(tiny(tmp_path, train__steps=1))
+    code, _, err = launch("evaluate", model__ffn_dim=96)
+    assert code == 2
+    assert "model.ffn_dim: 64 -> 96" in err
