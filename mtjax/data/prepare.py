@@ -43,7 +43,7 @@ def main(config: PrepareConfig) -> int:
     Raises:
         ValueError: a file or a row can't be read, or holds no text.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     tokenizer = _tokenizer(config.tokenizer, config.tokenizer_path, config.eod_token)
     for path in config.paths:
@@ -52,9 +52,7 @@ def main(config: PrepareConfig) -> int:
     columns = (
         TextColumn("tokenising"),
         BarColumn(),
-        TextColumn("{task.percentage:.0f}% of input"),
-        MofNCompleteColumn(),
-        TextColumn("bytes, {task.fields[documents]} documents"),
+        TextColumn("{task.percentage:.0f}% of input, {task.fields[documents]} documents"),
         TimeElapsedColumn(),
     )
     temporary = f"{strip_suffix(config.output)}.partial"
