@@ -106,7 +106,8 @@ def compare(
             + "\nUse the checkpoint's values, start a new run with another --run.directory, or "
             f"accept the change with --checkpoint.allow_changes {names}"
         )
-    return [line for _, line in harmless]
+    # The mesh is named twice: as asked for in the config, and as it was built.
+    return list(dict.fromkeys(line for _, line in harmless))
 
 
 def check_steps(train_steps: int, checkpoint_step: int) -> None:
