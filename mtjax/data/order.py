@@ -167,7 +167,13 @@ def make_order(
         if training and data.epochs is not None:
             tokens = stores[0].span[1] - stores[0].span[0]
             wanted = max((data.epochs * tokens - 1) // seq_len, 1)
-        return MegatronOrder(data, stores, seq_len=seq_len, seed=seed, num_samples=wanted)
+        order = MegatronOrder(data, stores, seq_len=seq_len, seed=seed, num_samples=wanted)
+        if not len(order):
+            raise ValueError(
+                f"{', '.join(store.name for store in stores)}: less than train.seq_len + 1 = "
+                f"{seq_len + 1} tokens in the split; shorten train.seq_len or change data.split"
+            )
+        return order
     return ConcatOrder(
         data,
         stores,

@@ -243,6 +243,13 @@ def test_a_split_too_small_for_one_sequence_is_refused(tmp_path, split):
     next(load(data, split=split, seq_len=7))
 
 
+def test_megatron_packing_refuses_a_held_out_split_too_small_for_one_sequence(tmp_path):
+    prefix = write_documents(tmp_path / "a", number_tokens([8, 8]))
+    data = DataConfig(source="indexed", paths=(prefix,), split="50,50,0", packing="megatron")
+    refused(r"a: less than train.seq_len \+ 1 = 9 tokens in the split", data, split="valid")
+    next(load(data, split="valid", seq_len=7))
+
+
 def test_one_of_two_paths_too_small_is_named(tmp_path):
     long = write_documents(tmp_path / "long", number_tokens([40]))
     short = write_documents(tmp_path / "short", number_tokens([4]))
