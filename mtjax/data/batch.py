@@ -75,4 +75,4 @@ def assemble(
     ]
     shape = (num_microbatches, len(rows), seq_len)
     fields = (np.stack(column).reshape(shape) for column in zip(*picked, strict=True))
-    return Batch(*fields, rows=numbers_MB.astype(np.int32))
+    return Batch(**Row(*fields)._asdict(), rows=numbers_MB.astype(np.int32))

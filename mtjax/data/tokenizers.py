@@ -54,7 +54,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod = 256
-    bos = None
+    bos: int | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -205,7 +205,7 @@ class TiktokenTokenizer:
     any other the cl100k pattern (as Llama 3 and Qwen use) and the first id after the ranks.
     """
 
-    bos = None
+    bos: int | None = None
 
     def __init__(self, path: Path, eod_token: str) -> None:
         import tiktoken
