@@ -164,7 +164,7 @@ class IndexedWriter:
         """
         values = np.asarray(tokens)
         if values.size and np.issubdtype(self.dtype, np.integer):
-            limits = np.iinfo(self.dtype)
+            limits = np.iinfo(np.dtype(self.dtype).name)
             if values.min() < limits.min or values.max() > limits.max:
                 raise ValueError(
                     f"{self.prefix}.bin: got ids {values.min()} to {values.max()}, expected "
