@@ -92,9 +92,9 @@ def test_a_config_field_is_read_outside_its_own_checks(cls, config_field):
         ]
         inside = {id(n) for check in checks for n in ast.walk(check)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr == config_field.name:
-                if id(node) not in inside:
-                    return
+            read = isinstance(node, ast.Attribute) and node.attr == config_field.name
+            if read and id(node) not in inside:
+                return
     pytest.fail(f"nobody reads {cls.__name__}.{config_field.name}")
 
 

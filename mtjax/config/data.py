@@ -1,5 +1,6 @@
 """What is trained on: sources, tokenizer, packing and order; and the `prepare` command."""
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -38,7 +39,7 @@ def split_bounds(split: str) -> list[tuple[float, float]]:
     edges = [0.0]
     for size in sizes:
         edges.append(edges[-1] + size / total)
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def _check_tokenizer(name: str, tokenizer: str, tokenizer_path: str) -> None:

@@ -265,8 +265,7 @@ class TrainConfig:
             "raise train.microbatches or change the ramp",
         )
         require(
-            ramp.start <= self.batch_size
-            and (self.batch_size - ramp.start) % ramp.increment == 0,
+            ramp.start <= self.batch_size and (self.batch_size - ramp.start) % ramp.increment == 0,
             "train.batch_ramp",
             (ramp.start, ramp.increment),
             f"increments that lead from start to train.batch_size ({self.batch_size})",

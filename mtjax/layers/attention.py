@@ -68,12 +68,14 @@ class Attention(nn.Module):
         if inputs.rope is not None:
             q_BTNH, k_BTKH = apply_rope(q_BTNH, inputs.rope), apply_rope(k_BTKH, inputs.rope)
         names = ("batch", "seq", "act_heads", None)
-        qkv = tuple(checkpoint_name(shard(t, *names), "qkv") for t in (q_BTNH, k_BTKH, v_BTKH))
+        q_BTNH, k_BSKH, v_BSKH = (
+            checkpoint_name(shard(t, *names), "qkv") for t in (q_BTNH, k_BTKH, v_BTKH)
+        )
 
         offset: Any = 0
         if cache is not None:
-            offset, cache = cache.length, cache.append(*qkv[1:])
-            qkv = (qkv[0], cache.keys.astype(x_BTD.dtype), cache.values.astype(x_BTD.dtype))
+            offset, cache = cache.length, cache.append(k_BSKH, v_BSKH)
+            k_BSKH, v_BSKH = (x.astype(x_BTD.dtype) for x in (cache.keys, cache.values))
         call = AttentionCall(
             scale=config.scale or self.model.head_dim**-0.5,
             window=self.window,
@@ -83,7 +85,9 @@ class Attention(nn.Module):
             cached=cache is not None,
         )
         keys_B = None if inputs.keys is None else fold_rows(inputs.keys, 0)
-        out_BTNH = attend(config.backend, call, *qkv, inputs.segments, keys_B, offset)
+        out_BTNH = attend(
+            config.backend, call, q_BTNH, k_BSKH, v_BSKH, inputs.segments, keys_B, offset
+        )
         out_BTNH = checkpoint_name(shard(out_BTNH, *names), "attention_out")
         projection = Linear(
             (self.model.embed_dim,),

@@ -1,6 +1,7 @@
 """Parameters with logical names, and the linear projection."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ from mtjax.layers.init import normal
 from mtjax.sharding import Boxed, Names
 
 
-def named(init: Callable[..., jax.Array], names: Names) -> Callable[..., Boxed]:
-    """Initializer whose result carries the logical names of its dims."""
+def named(init: Callable[..., jax.Array], names: Names) -> Callable[..., Any]:
+    """Initializer whose result carries the logical names of its dims, until Linen unboxes it."""
     return lambda key, shape, dtype: Boxed(init(key, shape, dtype), names)
 
 

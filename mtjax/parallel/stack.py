@@ -74,7 +74,8 @@ def forward(
     The dtype of the parameters is the compute dtype. `keys_B` turns dropout on.
     """
     dtype = params["embed"]["embedding"].dtype
-    x_BTD = Embedding(model, dtype).apply({"params": params["embed"]}, tokens_BT, positions_BT)
+    embed = Embedding(model, dtype)
+    x_BTD: Any = embed.apply({"params": params["embed"]}, tokens_BT, positions_BT)
     if keys_B is not None and model.dropout > 0:
         site = fold_rows(keys_B, _EMBEDDING_SITE)
         x_BTD = dropout(x_BTD, model.dropout, site, "batch", "seq_sp", None)
@@ -86,7 +87,8 @@ def forward(
         x_BTD, new_caches[name] = _run_group(
             group, train, params["blocks"][name], x_BTD, inputs, group_caches
         )
-    h_BTD, table_VD = Head(model).apply({"params": params["head"]}, x_BTD)
+    head_out: Any = Head(model).apply({"params": params["head"]}, x_BTD)
+    h_BTD, table_VD = head_out
     if table_VD is None:
         table_VD = params["embed"]["embedding"]
     return h_BTD, table_VD, (None if caches is None else new_caches)

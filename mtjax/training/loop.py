@@ -184,7 +184,8 @@ class Trainer:
                 break
             if pending is not None and self.config.run.faults.spike_ratio:
                 # The limits of this step need the step before.
-                pending = self._observe(pending)
+                self._observe(pending)
+                pending = None
             limits = Limits(*(np.float32(v) for v in self.guard.limits().values()))
             state, metrics = compiled.run(state, batch[0], limits)
             # The step before is read only now, so that the device is never idle.
@@ -196,7 +197,8 @@ class Trainer:
             due = checkpoint.due(step, train.steps)
             evaluate = train.eval_every and step % train.eval_every == 0 and step < train.steps
             if due or stopping or evaluate or step == train.steps:
-                pending = self._observe(pending)
+                self._observe(pending)
+                pending = None
             if evaluate:
                 self._evaluate(step, state, watchdog)
             if due or stopping:

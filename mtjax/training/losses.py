@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mtjax.sharding import local_map, mesh_axes, reshard, shard
+from mtjax.sharding import Names, local_map, mesh_axes, reshard, shard
 
 
 class LossConfig(NamedTuple):
@@ -60,7 +60,7 @@ linear_cross_entropy.defvjp(_forward, _backward)
 def _sums_and_gradients(config, with_gradients, x_BTD, table_VD, labels_BT, weights_BT):
     x_BTD = reshard(x_BTD, ("batch", "seq_sp", None), ("batch", "seq", None))
     table_VD = reshard(table_VD, ("vocab", "embed"), ("vocab", None))
-    outs = [("batch",), ("batch",)]
+    outs: list[Names] = [("batch",), ("batch",)]
     if with_gradients:
         # Partial sums leave with a leading device dim; the reduction below, under the
         # parameter's layout, is a reduce-scatter over fsdp.
@@ -97,7 +97,7 @@ def _local(config, with_gradients, vocab_axes, x_BTD, table_VD, labels_BT, weigh
         return (*sums, carry[2] + dtable), dx
 
     zero = jnp.zeros((), jnp.float32)
-    carry = (zero, zero)
+    carry: tuple[jax.Array, ...] = (zero, zero)
     if with_gradients:
         carry += (jnp.zeros(table_VD.shape, jnp.float32),)
     num_chunks, rest = divmod(T, chunk)

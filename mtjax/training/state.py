@@ -67,8 +67,8 @@ def state_shardings(mesh: Mesh, boxes: Params, abstract: TrainState) -> TrainSta
         return replicated
 
     opt_state = jax.tree_util.tree_map_with_path(one, abstract.opt_state)
-    rest = jax.tree.map(lambda _: replicated, abstract._replace(params=None, opt_state=None))
-    return rest._replace(params=stored, opt_state=opt_state)
+    everything = jax.tree.map(lambda _: replicated, abstract)
+    return everything._replace(params=stored, opt_state=opt_state)
 
 
 class Setup(NamedTuple):

@@ -35,13 +35,14 @@ class StepInput(NamedTuple):
     microbatches that hold data, None for all (a batch ramp makes it vary without recompiling).
     """
 
-    tokens: jax.Array
-    labels: jax.Array
-    weights: jax.Array
-    positions: jax.Array
-    segments: jax.Array | None
-    rows: jax.Array
-    active: jax.Array | None
+    # Any: the same structure also holds partition specs and abstract arrays.
+    tokens: Any
+    labels: Any
+    weights: Any
+    positions: Any
+    segments: Any
+    rows: Any
+    active: Any
 
 
 def batch_specs(config: Config) -> StepInput:
@@ -185,8 +186,8 @@ def _microbatch(batch: StepInput, index: Any) -> StepInput:
 class Limits(NamedTuple):
     """Loss and gradient norm above which a step is a spike; infinity where none is known."""
 
-    loss: jax.Array
-    grad_norm: jax.Array
+    loss: Any
+    grad_norm: Any
 
 
 TrainStep = Callable[[TrainState, StepInput, Limits], tuple[TrainState, Metrics]]

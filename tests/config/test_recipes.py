@@ -55,7 +55,7 @@ def test_a_preset_has_the_published_number_of_parameters(name):
 
 def test_gpt3_follows_the_formula_of_narayanan():
     config, _ = load_recipe("gpt3_175b")
-    h, layers, V, s = 12288, 96, 50257, 2048  # noqa: N806
+    h, layers, V, s = 12288, 96, 50257, 2048
     exact = 12 * layers * h**2 * (1 + 13 / (12 * h) + (V + s) / (12 * layers * h))
     # The formula leaves out the last norm's scale and bias.
     assert count_params(config.model) == round(exact) + 2 * h
@@ -84,7 +84,7 @@ def test_a_recipe_is_found_by_name_by_file_name_and_by_path(tmp_path):
 
 
 def test_an_unknown_recipe_names_the_closest():
-    with pytest.raises(ValueError, match="did you mean llama3_8b.py"):
+    with pytest.raises(ValueError, match=r"did you mean llama3_8b\.py"):
         find_recipe("lama3_8b")
 
 
@@ -105,7 +105,7 @@ def test_a_wrong_recipe_fails_with_its_file_and_the_fix(tmp_path, body, message)
         f"def get_config():\n    return {body}\n",
         encoding="utf-8",
     )
-    with pytest.raises(ValueError, match="broken.py") as caught:
+    with pytest.raises(ValueError, match=r"broken\.py") as caught:
         load_recipe(str(path))
     assert message in str(caught.value)
 
