@@ -1,0 +1,47 @@
+"""The first run of a new user: real text, one command."""
+
+import dataclasses
+import math
+
+import pytest
+
+from mtjax.data.store import EMBEDDED_TEXT, open_stores
+from mtjax.operation.metrics import read_metrics
+from mtjax.recipes import load_recipe
+from mtjax.training.loop import train
+from tests.data.trigram import trigram_bits_per_byte
+
+
+@pytest.mark.slow
+def test_the_tiny_recipe_learns_more_than_a_trigram_model(tmp_path, capsys, monkeypatch):
+    recipe, _ = load_recipe("tiny_gpt")
+    config = dataclasses.replace(
+        recipe, run=dataclasses.replace(recipe.run, directory=str(tmp_path))
+    )
+    # The recipe runs on one device; the tests see eight virtual ones.
+    import jax
+
+    devices = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+    assert train(config) == 0
+    shown = capsys.readouterr().out
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    losses = [r["train/loss"] for r in records if "train/loss" in r]
+    assert losses[-1] < 0.5 * losses[0]
+    splits = []
+    for name in ("train", "valid"):
+        store = open_stores(config.data, name, config.model.vocab_size)[0]
+        begin, end = store.span
+        ids = store.tokens[begin:end]
+        splits.append(bytes(ids[ids < 256].astype("uint8")))
+    trigram = trigram_bits_per_byte(*splits)
+    bits = [r["eval/bits_per_byte"] for r in records if "eval/bits_per_byte" in r]
+    assert bits[-1] < 0.9 * trigram, f"{bits[-1]:.3f} against {trigram:.3f} of {EMBEDDED_TEXT}"
+    assert bits[-1] == pytest.approx(records[-1]["eval/loss"] / math.log(2), rel=1e-3)
+    for file in ("loss.png", "config.json", "metrics.jsonl"):
+        assert (tmp_path / file).stat().st_size > 0
+    assert list((tmp_path / "tensorboard").iterdir())
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000200"]
+    assert f"sample: {config.train.sample_prompt}" in shown
+    assert "held-out loss" in shown
