@@ -40,7 +40,7 @@ def start_two(compilation_cache):
             "run__distributed__mode": "explicit",
             "run__distributed__coordinator": f"127.0.0.1:{port}",
             "run__distributed__num_processes": 2,
-            "run__distributed__heartbeat_timeout_s": 30,
+            "run__distributed__heartbeat_timeout_s": 40,
         }
         flags = f"--xla_force_host_platform_device_count={devices}"
         for number in ids:
@@ -113,7 +113,7 @@ def test_a_hung_peer_ends_the_command_with_stacks_and_its_number(tmp_path, start
         tmp_path,
         mesh__data=2,
         train__steps=100000,
-        run__faults__watchdog_timeout_s=6.0,
+        run__faults__watchdog_timeout_s=10.0,
     )
     deadline_s = time.monotonic() + 60
     while not (tmp_path / "metrics.jsonl").exists() or len(losses(tmp_path)) < 3:
@@ -121,9 +121,9 @@ def test_a_hung_peer_ends_the_command_with_stacks_and_its_number(tmp_path, start
         time.sleep(0.05)
     peer.send_signal(signal.SIGSTOP)
     stopped_s = time.monotonic()
-    _, err = main.communicate(timeout=40)
+    _, err = main.communicate(timeout=60)
     assert main.returncode == EXIT_HANG
-    assert time.monotonic() - stopped_s < 25
+    assert time.monotonic() - stopped_s < 35
     assert "process 0: no progress for" in err and (tmp_path / "stacks-0.txt").exists()
     assert "process 1 (step" in err
 
