@@ -25,3 +25,21 @@ def compilation_cache(tmp_path_factory):
         jax.config.update(name, value)
     yield {name.upper(): str(value) for name, value in settings.items()}
     jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture(scope="session")
+def h200_mesh():
+    """make(**axis_sizes): a mesh over one H200 host per 8 devices; skips without the plugin."""
+    compile_module = pytest.importorskip("mtjax.planning.compile")
+    missing = compile_module.cuda_plugin_missing()
+    if missing:
+        pytest.skip(missing)
+
+    def make(**axis_sizes):
+        num_devices = 1
+        for size in axis_sizes.values():
+            num_devices *= size
+        hosts, gpus = max(1, num_devices // 8), min(8, num_devices)
+        return compile_module.make_target_mesh(f"h200:{hosts}x{gpus}", **axis_sizes)
+
+    return make
