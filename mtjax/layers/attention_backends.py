@@ -27,6 +27,9 @@ class AttentionCall:
 
 def unsupported(backend: str, call: AttentionCall, head_dim: int, dtype: Any) -> str | None:
     """Why `backend` can't compute `call` on heads of this width and dtype; None if it can."""
+    if call.packed and call.cached:
+        # The ids are the queries'; of the keys in the buffer none are known.
+        return "packed documents with a cache"
     if backend == "xla":
         return None
     # jax.nn's cuDNN path: fused attention, forward and backward, without an attention-logit
