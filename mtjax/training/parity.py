@@ -16,8 +16,13 @@ from mtjax.training.loop import compile_step
 from mtjax.training.state import create_state, make_setup
 from mtjax.training.step import Limits, dropout_key, loss_and_gradients
 
-TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
-"""Largest relative difference: float32 rounding in another order, or half-precision rounding."""
+TOLERANCES = {"fp32": 1e-5, "bf16": 4e-2, "fp16": 2e-2}
+"""Largest relative difference: float32 rounding in another order, or half-precision rounding.
+In bfloat16 one device and a mesh are each about 2e-2 from the float32 gradients of a small
+model."""
+
+_ZERO_RATIO = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+"""Share of the largest gradient below which another one is rounding alone, as of key biases."""
 
 
 class LayoutRun(NamedTuple):
@@ -78,13 +83,19 @@ class Difference(NamedTuple):
     worst: str
 
 
-def compare(reference: LayoutRun, other: LayoutRun) -> Difference:
-    """Initial weights bit by bit; losses and norms of all steps; each gradient leaf by its norm."""
+def compare(reference: LayoutRun, other: LayoutRun, zero_ratio: float) -> Difference:
+    """Initial weights bit by bit; losses and norms of all steps; each gradient leaf by its norm.
+
+    A leaf below `zero_ratio` of the largest is compared to that one: softmax ignores a key bias,
+    whose gradient is therefore rounding, different on each layout.
+    """
     equal = jax.tree.map(np.array_equal, reference.params, other.params)
     worst, error = "", 0.0
     expected = jax.tree_util.tree_leaves_with_path(reference.gradients)
+    largest = max(float(np.linalg.norm(leaf)) for _, leaf in expected)
     for (path, ours), theirs in zip(expected, jax.tree.leaves(other.gradients), strict=True):
-        scale = max(float(np.linalg.norm(ours)), 1e-6)
+        norm = float(np.linalg.norm(ours))
+        scale = largest if norm < zero_ratio * largest else norm
         leaf_error = float(np.linalg.norm(ours - theirs)) / scale
         if leaf_error >= error:
             worst = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -117,7 +128,11 @@ def parity(config: Config, layouts: Sequence[Layout], steps: int, tolerance: flo
         if layout.microbatches is not None:
             train = dataclasses.replace(train, microbatches=layout.microbatches)
         other = dataclasses.replace(config, mesh=layout.mesh, train=train)
-        found = compare(reference, run_layout(other, layout.num_devices, steps))
+        found = compare(
+            reference,
+            run_layout(other, layout.num_devices, steps),
+            _ZERO_RATIO[config.precision],
+        )
         ok = found.params_equal and max(found.loss, found.grad_norm, found.gradient) <= limit
         failed += not ok
         print(

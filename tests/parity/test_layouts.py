@@ -127,12 +127,11 @@ def drawn(seed: int):
         norm=pick(["rmsnorm", "layernorm"]),
         activation=pick(["swiglu", "gelu", "relu2", "geglu"]),
         mlp_bias=bias,
-        post_norm=pick([True, False]),
-        parallel_residual=pick([True, False]),
         tied_embeddings=pick([True, False]),
         logit_softcap=pick([None, 2.0]),
         num_layers=pick([1, 2, 3]),
         **pick([{}, {"position": "learned", "max_positions": SEQ + 3}]),
+        **pick([{}, {"post_norm": True}, {"parallel_residual": True}]),
     )
     return config, layout
 
