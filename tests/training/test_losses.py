@@ -41,7 +41,7 @@ def test_loss_and_gradients_equal_plain_autodiff(chunk, softcap, z_loss):
     def theirs(x, table):
         return 0.7 * plain(x, table, labels, weights, softcap, z_loss)
 
-    got, got_gradients = jax.value_and_grad(ours, (0, 1))(x, table)
+    got, got_gradients = jax.jit(jax.value_and_grad(ours, (0, 1)))(x, table)
     expected, gradients = jax.value_and_grad(theirs, (0, 1))(x, table)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     for ours_leaf, leaf in zip(got_gradients, gradients, strict=True):
@@ -63,25 +63,80 @@ def test_padded_ids_get_no_probability_and_no_gradient():
     assert not np.any(jax.grad(loss)(huge)[V:])
 
 
-def test_tokens_without_weight_have_no_gradient():
+def test_tokens_without_weight_add_nothing_and_have_no_gradient_whatever_they_hold():
+    x, table, labels, weights = inputs()
+    config = LossConfig(V, None, 0.1, 4)
+
+    def loss(x, table):
+        return linear_cross_entropy(config, x, table, labels, weights).total
+
+    value_and_grad = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    expected, (of_x, of_table) = value_and_grad(x, table)
+    ignored = np.asarray(weights) == 0
+    assert not np.asarray(of_x)[ignored].any()
+    assert np.abs(np.asarray(of_x)[~ignored]).sum(axis=-1).all()
+    garbage = jnp.where(ignored[..., None], 1e6 * x, x)
+    got, (of_garbage, table_of_garbage) = value_and_grad(garbage, table)
+    assert got == expected
+    np.testing.assert_array_equal(of_garbage, of_x)
+    np.testing.assert_array_equal(table_of_garbage, of_table)
+
+
+def test_without_weights_the_loss_and_its_gradients_are_zero():
     x, table, labels, weights = inputs()
 
-    def loss(x):
-        return linear_cross_entropy(LossConfig(V, None, 0.1, 4), x, table, labels, weights).total
+    def loss(x, table):
+        config = LossConfig(V, 2.0, 0.1, 4)
+        return linear_cross_entropy(config, x, table, labels, 0 * weights).total
 
-    gradient = np.asarray(jax.grad(loss)(x))
-    assert not gradient[np.asarray(weights) == 0].any()
-    assert np.abs(gradient[np.asarray(weights) > 0]).sum(axis=-1).all()
+    got, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, table)
+    assert got == 0.0
+    assert not any(np.any(g) for g in gradients)
 
 
-def test_bf16_inputs_give_the_float32_loss_of_their_values():
+def test_equal_logits_cost_the_logarithm_of_the_unpadded_vocabulary():
+    x, table, labels, _ = inputs()
+    ones = jnp.ones((B, T))
+    config = LossConfig(V, None, 0.5, 4)
+    sums = linear_cross_entropy(config, 0 * x, table, labels, ones)
+    np.testing.assert_allclose(sums.cross_entropy, B * T * np.log(V), rtol=1e-6)
+    np.testing.assert_allclose(sums.total, B * T * (np.log(V) + 0.5 * np.log(V) ** 2), rtol=1e-6)
+
+
+def test_huge_logits_stay_finite():
+    """exp(89) overflows float32; a token that is sure of its label costs nothing."""
+    x, labels = jnp.full((1, 1, 1), 1e4), jnp.zeros((1, 1), jnp.int32)
+    table = jnp.zeros((PADDED, 1)).at[0].set(1.0)
+
+    def loss(x, labels):
+        config = LossConfig(V, None, 0.0, 4)
+        return linear_cross_entropy(config, x, table, labels, jnp.ones((1, 1))).total
+
+    assert loss(x, labels) == 0.0
+    assert loss(x, labels + 1) == 1e4
+    assert jax.grad(loss)(x, labels + 1) == 1.0
+
+
+def test_bf16_inputs_give_the_float32_loss_and_gradients_of_their_values():
+    """The product is rounded to bfloat16 (2^-9) per token, and so are the gradients of logits."""
     x, table, labels, weights = inputs(jnp.bfloat16)
-    config = LossConfig(V, None, 0.0, 4)
-    got = linear_cross_entropy(config, x, table, labels, weights)
-    expected = plain(x, table, labels, weights, None, 0.0)
-    assert got.total.dtype == jnp.float32
-    # The product is rounded to bfloat16 (2^-9) per token; the sum averages over 30 of them.
-    np.testing.assert_allclose(got.total, expected, rtol=2e-3)
+
+    def ours(x, table):
+        config = LossConfig(V, None, 0.0, 4)
+        return linear_cross_entropy(config, x, table, labels, weights).total
+
+    def theirs(x, table):
+        return plain(x, table, labels, weights, None, 0.0)
+
+    got, got_gradients = jax.jit(jax.value_and_grad(ours, (0, 1)))(x, table)
+    wide = (x.astype(jnp.float32), table.astype(jnp.float32))
+    expected, gradients = jax.value_and_grad(theirs, (0, 1))(*wide)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, rtol=2e-3)
+    for ours_leaf, leaf in zip(got_gradients, gradients, strict=True):
+        assert ours_leaf.dtype == jnp.bfloat16
+        error = np.linalg.norm(np.asarray(ours_leaf, np.float32) - leaf) / np.linalg.norm(leaf)
+        assert error < 1e-2
 
 
 def test_the_metric_is_the_cross_entropy_without_the_z_loss():

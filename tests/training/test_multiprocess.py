@@ -31,7 +31,7 @@ def start_two(compilation_cache):
     """`start(directory, **changes)` starts two processes of a training; `ids` leaves one out."""
     started = []
 
-    def start(directory, *, devices=1, ids=(0, 1), **changes):
+    def start(directory, *, ids=(0, 1), **changes):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -40,9 +40,9 @@ def start_two(compilation_cache):
             "run__distributed__mode": "explicit",
             "run__distributed__coordinator": f"127.0.0.1:{port}",
             "run__distributed__num_processes": 2,
-            "run__distributed__heartbeat_timeout_s": 40,
+            "run__distributed__heartbeat_timeout_s": 60,
         }
-        flags = f"--xla_force_host_platform_device_count={devices}"
+        flags = "--xla_force_host_platform_device_count=1"
         for number in ids:
             own = distributed | {"run__distributed__process_id": number} | changes
             started.append(
@@ -68,7 +68,7 @@ def start_two(compilation_cache):
 def launch_two(start_two):
     """The same, until they end: [(exit code, stdout, stderr)]."""
 
-    def launch(*args, timeout_s=100, **changes):
+    def launch(*args, timeout_s=200, **changes):
         ends = [(p.communicate(timeout=timeout_s), p) for p in start_two(*args, **changes)]
         return [(process.returncode, out, err) for (out, err), process in ends]
 
@@ -79,16 +79,18 @@ def losses(directory):
     return [r["train/loss"] for r in learning_metrics(directory) if "train/loss" in r]
 
 
-@pytest.mark.parametrize(
-    ("devices", "mesh"), [(1, {"mesh__data": 2}), (2, {"mesh__fsdp": 2, "mesh__tensor": 2})]
-)
+SAMPLE = {"train__sample_tokens": 4, "train__sample_prompt": "It is "}
+
+
+@pytest.mark.parametrize("mesh", [{"mesh__data": 2} | SAMPLE, {"mesh__fsdp": 2}])
 def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(
-    tmp_path, launch_two, devices, mesh
+    tmp_path, launch_two, mesh
 ):
-    sample = {"train__sample_tokens": 4, "train__sample_prompt": "It is "}
-    ends = launch_two(tmp_path / "two", devices=devices, train__steps=4, **mesh, **sample)
+    ends = launch_two(tmp_path / "two", train__steps=4, **mesh)
     assert [code for code, _, _ in ends] == [0, 0], ends[0][2] + ends[1][2]
-    assert "sample: It is " in ends[0][1] and "step " not in ends[1][1]
+    assert ("sample: It is " in ends[0][1]) == ("train__sample_tokens" in mesh)
+    assert "step " in ends[0][1] and "step " not in ends[1][1]
+    mesh = {name: size for name, size in mesh.items() if name.startswith("mesh")}
     one = run(tiny(tmp_path / "one", train__steps=6, **mesh))
     together = losses(tmp_path / "two")
     assert len(together) == 4
@@ -113,17 +115,17 @@ def test_a_hung_peer_ends_the_command_with_stacks_and_its_number(tmp_path, start
         tmp_path,
         mesh__data=2,
         train__steps=100000,
-        run__faults__watchdog_timeout_s=10.0,
+        run__faults__watchdog_timeout_s=15.0,
     )
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 150
     while not (tmp_path / "metrics.jsonl").exists() or len(losses(tmp_path)) < 3:
         assert time.monotonic() < deadline_s and main.poll() is None, main.stderr.read()
         time.sleep(0.05)
     peer.send_signal(signal.SIGSTOP)
     stopped_s = time.monotonic()
-    _, err = main.communicate(timeout=60)
+    _, err = main.communicate(timeout=90)
     assert main.returncode == EXIT_HANG
-    assert time.monotonic() - stopped_s < 35
+    assert time.monotonic() - stopped_s < 50
     assert "process 0: no progress for" in err and (tmp_path / "stacks-0.txt").exists()
     assert "process 1 (step" in err
 
