@@ -15,10 +15,12 @@ from mtjax.config import (
     resolve_backends,
 )
 from mtjax.sharding import make_mesh
-from mtjax.training.state import create_state, make_setup
+from mtjax.training.state import init_state, make_setup
 from mtjax.training.step import Limits, StepInput, make_train_step
 
 VOCAB, ROWS, SEQ = 64, 4, 8
+FAST = {"xla_backend_optimization_level": 0}
+"""LLVM's passes take most of a compilation, and what is tested here is decided before them."""
 
 BASE = Config(
     model=ModelConfig(
@@ -67,15 +69,16 @@ def _prepare(config):
         traced.append(args)
         return step(*args)
 
-    # What is tested here doesn't need LLVM's passes, which take most of the compilation.
-    jitted = jax.jit(counted, compiler_options={"xla_backend_optimization_level": 0})
+    jitted = jax.jit(counted, compiler_options=FAST)
+    with jax.set_mesh(mesh):
+        first = jax.jit(lambda: init_state(config, setup.optimizer), compiler_options=FAST)()
 
     def run(state, batch, limits=OPEN):
         with jax.set_mesh(mesh):
             state, metrics = jitted(state, batch, limits)
         return jax.device_get((state, metrics))
 
-    return jax.device_get(create_state(config, mesh, setup)), run, traced
+    return jax.device_get(first), run, traced
 
 
 def start(config):

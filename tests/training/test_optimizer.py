@@ -129,9 +129,18 @@ def test_muon_orthogonalises_each_matrix_and_leaves_the_rest_to_adam():
         # Five Newton-Schulz steps bring singular values near 1, times 0.2 sqrt(larger dim).
         assert singular.max() / singular.min() < 2.0
         assert singular.mean() / (0.2 * np.sqrt(24)) == pytest.approx(1.0, abs=0.3)
-    heads, _, moved = found["blocks.group0.block0.attention.query.kernel"]
-    flat = ((moved - heads) / -0.01).reshape(3, 16, 16)
-    assert all(np.linalg.cond(layer) < 30 for layer in flat)
+    for name, shape in {
+        "mlp.down": (24, 16),
+        "attention.query": (16, 16),
+        "attention.key": (16, 8),
+        "attention.out": (16, 16),
+    }.items():
+        p, (g,), final = found[f"blocks.group0.block0.{name}.kernel"]
+        for layer, gradient in zip((final - p) / -0.01, g, strict=True):
+            u, _, v = np.linalg.svd(gradient.reshape(shape), full_matrices=False)
+            polar, direction = u @ v, layer.reshape(shape)
+            cosine = np.vdot(direction, polar) / np.linalg.norm(direction) / np.linalg.norm(polar)
+            assert cosine > 0.95, f"{name}: one matrix of all heads, not one per head"
     for name in ("embed.embedding", "head.kernel", "head.norm.scale",
                  "blocks.group0.block0.mlp.up.bias"):  # fmt: skip
         p, (g,), final = found[name]
