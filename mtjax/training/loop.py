@@ -132,22 +132,22 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step, a stop signal, the end of the data, or an error."""
         faults = self.config.run.faults
-        watchdog = Watchdog(
+        self.watchdog = Watchdog(
             faults.watchdog_timeout_s,
             self.directory,
             startup_s=faults.watchdog_startup_s,
             process_index=jax.process_index(),
             board=BeatBoard() if jax.process_count() > 1 else None,
         )
-        with watchdog:
+        with self.watchdog:
             compiled = compile_step(self.config, self.mesh, self.setup)
             state = self._initial_state()
             self._say_hello(compiled)
             self._open_writers()
             # The signals come back last: a second SIGTERM must not cut the last save short.
             with StopRequest() as stop, self.checkpointer, self.writer, self.progress:
-                state = self._loop(compiled, state, stop, watchdog)
-                self._finish(state, stop, watchdog)
+                state = self._loop(compiled, state, stop)
+                self._finish(state, stop)
 
     def _open_writers(self) -> None:
         config, start = self.config, self.start_step or 0
@@ -166,13 +166,7 @@ class Trainer:
             active=self.main,
         )
 
-    def _loop(
-        self,
-        compiled: CompiledStep,
-        state: TrainState,
-        stop: StopRequest,
-        watchdog: Watchdog,
-    ) -> TrainState:
+    def _loop(self, compiled: CompiledStep, state: TrainState, stop: StopRequest) -> TrainState:
         step = self.start_step or 0
         train, checkpoint = self.config.train, self.config.checkpoint
         self.meter = Meter(self, compiled.compile_s)
@@ -200,10 +194,9 @@ class Trainer:
                 self._observe(pending)
                 pending = None
             if evaluate:
-                self._evaluate(step, state, watchdog)
+                self._evaluate(step, state)
             if due or stopping:
-                self._save(step, state, watchdog)
-            watchdog.beat(step)
+                self._save(step, state)
         self._observe(pending)
         self.last_step, self.stopped = step, stopping
         return state
@@ -227,6 +220,8 @@ class Trainer:
             return
         step, metrics, batch = pending
         values = {name: float(value) for name, value in metrics.items()}
+        # Only now has the step ended, on every process: one may compile longer than another.
+        self.watchdog.beat(step)
         self.guard.observe(step, values, lambda: describe_batch(step - 1, batch.tokens))
         self.meter.count(self.config.train.batch_size_at(step - 1) * self.config.train.seq_len)
         if step % self.config.run.metrics.every_steps == 0 or step == self.config.train.steps:
@@ -234,11 +229,11 @@ class Trainer:
             self.writer.write(step, values)
             self.progress.update(step, values)
 
-    def _evaluate(self, step: int, state: TrainState, watchdog: Watchdog) -> None:
+    def _evaluate(self, step: int, state: TrainState) -> None:
         if self.evaluator is None:
             return
         started = time.perf_counter()
-        with watchdog.phase("evaluation", self.config.run.faults.watchdog_startup_s):
+        with self.watchdog.phase("evaluation", self.config.run.faults.watchdog_startup_s):
             metrics = self.evaluator.run(state.params)
         self.writer.write(step, metrics)
         text = f"step {step} | held-out loss {metrics['eval/loss']:.4f} nats/token"
@@ -247,10 +242,10 @@ class Trainer:
         self.progress.message(text)
         self.meter.pause(time.perf_counter() - started)
 
-    def _save(self, step: int, state: TrainState, watchdog: Watchdog) -> None:
+    def _save(self, step: int, state: TrainState) -> None:
         started = time.perf_counter()
         data_state = {"loader": self.feed.loader.get_state(), "guard": self.guard.state()}
-        with watchdog.phase("checkpoint", float(self.config.checkpoint.timeout_s)):
+        with self.watchdog.phase("checkpoint", float(self.config.checkpoint.timeout_s)):
             self.checkpointer.save(step, state, data_state)
         self.saved_step = step
         self.meter.pause(time.perf_counter() - started)
@@ -263,20 +258,20 @@ class Trainer:
         self.guard.load(data_state["guard"])
         return state
 
-    def _finish(self, state: TrainState, stop: StopRequest, watchdog: Watchdog) -> None:
+    def _finish(self, state: TrainState, stop: StopRequest) -> None:
         """Last evaluation, sample and picture; a stopped run only waits for its checkpoint."""
         train, step = self.config.train, self.last_step
         if not self.stopped:
             if self.config.checkpoint.at_end and step != self.saved_step:
-                self._save(step, state, watchdog)  # the data ended before the last step
-            self._evaluate(step, state, watchdog)
+                self._save(step, state)  # the data ended before the last step
+            self._evaluate(step, state)
             if train.sample_tokens:
-                with watchdog.phase("sample", self.config.run.faults.watchdog_startup_s):
+                with self.watchdog.phase("sample", self.config.run.faults.watchdog_startup_s):
                     self._sample(state)
             if self.main and self.config.run.metrics.plot:
                 picture = plot_loss(self.directory, self.config.run.title)
                 self.progress.message(f"loss curve: {picture}")
-        with watchdog.phase("checkpoint", float(self.config.checkpoint.timeout_s)):
+        with self.watchdog.phase("checkpoint", float(self.config.checkpoint.timeout_s)):
             self.checkpointer.wait()
         if self.stopped:
             self.progress.message(

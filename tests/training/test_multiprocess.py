@@ -115,7 +115,7 @@ def test_a_hung_peer_ends_the_command_with_stacks_and_its_number(tmp_path, start
         tmp_path,
         mesh__data=2,
         train__steps=100000,
-        run__faults__watchdog_timeout_s=15.0,
+        run__faults__watchdog_timeout_s=8.0,
     )
     deadline_s = time.monotonic() + 150
     while not (tmp_path / "metrics.jsonl").exists() or len(losses(tmp_path)) < 3:
