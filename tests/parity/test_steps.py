@@ -23,7 +23,10 @@ MIXED = "data=2,fsdp=2,tensor=2,microbatches=4"
 ADAMW = dataclasses.replace(changed(), optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=0.1))
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon", "sgd"])
+@pytest.mark.parametrize(
+    "name",
+    ["adamw", "adafactor", pytest.param("lion", marks=pytest.mark.slow), "muon", "sgd"],
+)
 def test_an_optimizer_moves_the_weights_alike_on_a_mixed_mesh(name):
     """Clipping, weight decay and schedule included; each leaf relative to how far it moved.
 
