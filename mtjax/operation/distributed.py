@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ EXIT_PEER = 75
 
 __all__ = [
     "EXIT_PEER",
+    "Beat",
     "BeatBoard",
     "PeerError",
+    "describe_beats",
     "ending_together",
     "initialize",
     "is_main_process",
@@ -94,10 +97,20 @@ def ending_together() -> Iterator[None]:
         os._exit(EXIT_PEER)
 
 
-class BeatBoard:
-    """Where each process writes its last finished step for the others to read.
+class Beat(NamedTuple):
+    """What a process last wrote on the board."""
 
-    It lives in the key-value store of the coordinator, which answers while devices hang.
+    step: int
+    """Its last finished step."""
+    age_s: float
+    """Seconds since it wrote."""
+
+
+class BeatBoard:
+    """Where each process writes its last finished step, and when, for the others to read.
+
+    It lives in the key-value store of the coordinator, which answers while devices hang. Times
+    are of the hosts' clocks, so ages are as good as these agree.
     """
 
     _PREFIX = "mtjax/beat/"
@@ -113,26 +126,44 @@ class BeatBoard:
         self._count = jax.process_count()
 
     def publish(self, step: int) -> None:
-        """Writes the last finished step of this process."""
+        """Writes the last finished step of this process, and that it is alive now."""
         key = f"{self._PREFIX}{self._process}"
-        self._client.key_value_set(key, str(step), allow_overwrite=True)
+        self._client.key_value_set(key, f"{step} {time.time():.3f}", allow_overwrite=True)
 
-    def read(self) -> dict[int, int]:
-        """{process: last finished step} of those that published one."""
-        entries = self._client.key_value_dir_get(self._PREFIX)
-        return {int(key.rsplit("/", 1)[-1]): int(value) for key, value in entries}
+    def read(self) -> dict[int, Beat]:
+        """The last beat of each process that published one."""
+        beats = {}
+        for key, value in self._client.key_value_dir_get(self._PREFIX):
+            step, written_s = value.split()
+            beats[int(key.rsplit("/", 1)[-1])] = Beat(int(step), time.time() - float(written_s))
+        return beats
 
-    def describe(self) -> str:
-        """One line that says which processes are behind."""
-        steps = self.read()
-        top = max(steps.values(), default=None)
-        behind = [i for i in range(self._count) if steps.get(i) != top]
-        if top is None:
-            return "No process has finished a step."
-        if not behind:
-            return f"All {self._count} processes finished step {top} and none the next."
-        listed = ", ".join(f"{i} (step {steps.get(i, 'none')})" for i in behind[:16])
-        return f"Behind the others, which finished step {top}: process {listed}."
+    def describe(self, silent_s: float) -> str:
+        """One line that says which processes are behind, or have not published for `silent_s`."""
+        return describe_beats(self.read(), self._count, silent_s)
+
+
+def describe_beats(beats: dict[int, Beat], count: int, silent_s: float) -> str:
+    """One line on the `count` processes: who is behind, and who is silent for over `silent_s`."""
+    if not beats:
+        return "No process has finished a step."
+    top = max(beat.step for beat in beats.values())
+    suspects = []
+    for process in range(count):
+        beat = beats.get(process)
+        if beat is None:
+            suspects.append(f"{process} (no step)")
+        elif beat.age_s > silent_s:
+            suspects.append(f"{process} (step {beat.step}, silent for {beat.age_s:.0f} s)")
+        elif beat.step != top:
+            suspects.append(f"{process} (step {beat.step})")
+    if not suspects:
+        return f"All {count} processes live, finished step {top} and none the next."
+    more = f" and {len(suspects) - 16} more" if len(suspects) > 16 else ""
+    return (
+        f"Behind or silent, while others finished step {top}: process "
+        f"{', '.join(suspects[:16])}{more}."
+    )
 
 
 def _explicit(config: DistributedConfig) -> _Place:

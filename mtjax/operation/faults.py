@@ -112,7 +112,7 @@ class Watchdog:
     message names the process and its last step, and the process exits with code EXIT_HANG.
     `startup_s` is the limit before the first beat. 0 turns the watchdog off. `board` (see
     mtjax.operation.distributed.BeatBoard) shares steps between processes, so that the message
-    can say who is behind.
+    can say who is behind and who is silent.
     """
 
     def __init__(
@@ -126,6 +126,7 @@ class Watchdog:
     ) -> None:
         self._timeout_s = timeout_s
         self._limit_s = timeout_s if startup_s is None else startup_s
+        self._pause_s = min(max(timeout_s / 8, 0.05), 5.0)
         self._path = pathlib.Path(directory) / f"stacks-{process_index}.txt"
         self._process = process_index
         self._board = board
@@ -140,6 +141,8 @@ class Watchdog:
             self._last_s = time.monotonic()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
+            if self._board is not None:
+                threading.Thread(target=self._publish, name="beats", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -168,7 +171,6 @@ class Watchdog:
             self._phase, self._limit_s = before
 
     def _watch(self) -> None:
-        shown: int | None = None
         while True:
             idle_s, limit_s = time.monotonic() - self._last_s, self._limit_s
             if limit_s > 0 and idle_s > limit_s:
@@ -176,13 +178,17 @@ class Watchdog:
             # If native code hangs while it holds the interpreter lock, this thread can't run;
             # the timer of faulthandler is native and fires all the same.
             faulthandler.dump_traceback_later(2 * max(limit_s, 1.0) + 10, exit=True, file=_STDERR)
-            if self._board is not None and self._step != shown:
-                shown = self._step
-                self._board.publish(shown)
             # Not by what is left now: a beat may bring in a shorter limit while this sleeps.
-            pause_s = min(max(self._timeout_s / 8, 0.05), 5.0)
-            if self._done.wait(pause_s):
+            if self._done.wait(self._pause_s):
                 return
+
+    def _publish(self) -> None:
+        """Writes to the board; a thread of its own, for a frozen coordinator blocks the call."""
+        while not self._done.wait(self._pause_s):
+            # A lost beat is made good by the next one.
+            with suppress(Exception):
+                if self._step is not None:
+                    self._board.publish(self._step)
 
     def _end(self, idle_s: float) -> None:
         last = "no step finished yet" if self._step is None else f"last finished step {self._step}"
@@ -215,7 +221,7 @@ class Watchdog:
         def ask() -> None:
             # Any failure says the same: whoever keeps the board is gone.
             with suppress(Exception):
-                answer.append(self._board.describe())
+                answer.append(self._board.describe(silent_s=self._limit_s / 2))
 
         asker = threading.Thread(target=ask, daemon=True)
         asker.start()

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from mtjax.config.run import DistributedConfig
-from mtjax.operation.distributed import EXIT_PEER, PeerError, initialize
+from mtjax.operation.distributed import EXIT_PEER, Beat, PeerError, describe_beats, initialize
 from mtjax.operation.faults import EXIT_HANG
 from mtjax.operation.rendezvous import meet
 
@@ -139,3 +139,29 @@ def meet_all(port, places, timeout_s):
     for thread in threads:
         thread.join(timeout=30)
     return errors
+
+
+@pytest.mark.parametrize(
+    ("beats", "line"),
+    [
+        ({}, "No process has finished a step."),
+        (
+            {0: Beat(3, 1.0), 1: Beat(3, 0.5)},
+            "All 2 processes live, finished step 3 and none the next.",
+        ),
+        (
+            {0: Beat(3, 1.0), 1: Beat(2, 0.5)},
+            "Behind or silent, while others finished step 3: process 1 (step 2).",
+        ),
+        (
+            {0: Beat(3, 1.0), 1: Beat(3, 8.2)},
+            "Behind or silent, while others finished step 3: process 1 (step 3, silent for 8 s).",
+        ),
+        (
+            {1: Beat(3, 1.0)},
+            "Behind or silent, while others finished step 3: process 0 (no step).",
+        ),
+    ],
+)
+def test_the_message_of_a_hang_names_who_is_behind_or_silent(beats, line):
+    assert describe_beats(beats, 2, silent_s=4.0) == line
