@@ -100,7 +100,7 @@ def ending_together() -> Iterator[None]:
 class Beat(NamedTuple):
     """What a process last wrote on the board."""
 
-    step: int
+    step: int | None
     """Its last finished step."""
     age_s: float
     """Seconds since it wrote."""
@@ -125,7 +125,7 @@ class BeatBoard:
         self._process = jax.process_index()
         self._count = jax.process_count()
 
-    def publish(self, step: int) -> None:
+    def publish(self, step: int | None) -> None:
         """Writes the last finished step of this process, and that it is alive now."""
         key = f"{self._PREFIX}{self._process}"
         self._client.key_value_set(key, f"{step} {time.time():.3f}", allow_overwrite=True)
@@ -135,7 +135,9 @@ class BeatBoard:
         beats = {}
         for key, value in self._client.key_value_dir_get(self._PREFIX):
             step, written_s = value.split()
-            beats[int(key.rsplit("/", 1)[-1])] = Beat(int(step), time.time() - float(written_s))
+            beats[int(key.rsplit("/", 1)[-1])] = Beat(
+                None if step == "None" else int(step), time.time() - float(written_s)
+            )
         return beats
 
     def describe(self, silent_s: float) -> str:
@@ -145,25 +147,20 @@ class BeatBoard:
 
 def describe_beats(beats: dict[int, Beat], count: int, silent_s: float) -> str:
     """One line on the `count` processes: who is behind, and who is silent for over `silent_s`."""
-    if not beats:
-        return "No process has finished a step."
-    top = max(beat.step for beat in beats.values())
+    top = max((beat.step for beat in beats.values() if beat.step is not None), default=None)
     suspects = []
     for process in range(count):
-        beat = beats.get(process)
-        if beat is None:
-            suspects.append(f"{process} (no step)")
-        elif beat.age_s > silent_s:
-            suspects.append(f"{process} (step {beat.step}, silent for {beat.age_s:.0f} s)")
-        elif beat.step != top:
-            suspects.append(f"{process} (step {beat.step})")
+        step, age_s = beats.get(process, Beat(None, 0.0))
+        name = f"{process} (no step" if step is None else f"{process} (step {step}"
+        if age_s > silent_s:
+            suspects.append(f"{name}, silent for {age_s:.0f} s)")
+        elif step != top:
+            suspects.append(f"{name})")
+    reached = "none finished a step" if top is None else f"the first finished step {top}"
     if not suspects:
-        return f"All {count} processes live, finished step {top} and none the next."
+        return f"All {count} processes live; {reached}, and none goes on."
     more = f" and {len(suspects) - 16} more" if len(suspects) > 16 else ""
-    return (
-        f"Behind or silent, while others finished step {top}: process "
-        f"{', '.join(suspects[:16])}{more}."
-    )
+    return f"Behind or silent, while {reached}: process {', '.join(suspects[:16])}{more}."
 
 
 def _explicit(config: DistributedConfig) -> _Place:

@@ -184,11 +184,12 @@ class Watchdog:
 
     def _publish(self) -> None:
         """Writes to the board; a thread of its own, for a frozen coordinator blocks the call."""
-        while not self._done.wait(self._pause_s):
+        while True:
             # A lost beat is made good by the next one.
             with suppress(Exception):
-                if self._step is not None:
-                    self._board.publish(self._step)
+                self._board.publish(self._step)
+            if self._done.wait(self._pause_s):
+                return
 
     def _end(self, idle_s: float) -> None:
         last = "no step finished yet" if self._step is None else f"last finished step {self._step}"

@@ -144,22 +144,27 @@ def meet_all(port, places, timeout_s):
 @pytest.mark.parametrize(
     ("beats", "line"),
     [
-        ({}, "No process has finished a step."),
+        ({}, "All 2 processes live; none finished a step, and none goes on."),
         (
             {0: Beat(3, 1.0), 1: Beat(3, 0.5)},
-            "All 2 processes live, finished step 3 and none the next.",
+            "All 2 processes live; the first finished step 3, and none goes on.",
         ),
         (
             {0: Beat(3, 1.0), 1: Beat(2, 0.5)},
-            "Behind or silent, while others finished step 3: process 1 (step 2).",
+            "Behind or silent, while the first finished step 3: process 1 (step 2).",
         ),
         (
             {0: Beat(3, 1.0), 1: Beat(3, 8.2)},
-            "Behind or silent, while others finished step 3: process 1 (step 3, silent for 8 s).",
+            "Behind or silent, while the first finished step 3: "
+            "process 1 (step 3, silent for 8 s).",
+        ),
+        (
+            {0: Beat(None, 8.2), 1: Beat(None, 1.0)},
+            "Behind or silent, while none finished a step: process 0 (no step, silent for 8 s).",
         ),
         (
             {1: Beat(3, 1.0)},
-            "Behind or silent, while others finished step 3: process 0 (no step).",
+            "Behind or silent, while the first finished step 3: process 0 (no step).",
         ),
     ],
 )
