@@ -38,8 +38,10 @@ class MeshConfig:
         """Axis name -> size, in mesh order."""
         return {axis: getattr(self, axis) for axis in AXES}
 
-    def resolve(self, num_devices: int) -> "MeshConfig":
+    def resolve(self, num_devices: int, target: str | None = None) -> "MeshConfig":
         """Replace -1 by what is left of `num_devices`; the product must use all of them.
+
+        `target` names the cluster they belong to, if they are not those of this machine.
 
         Raises:
             ValueError: the sizes don't multiply to `num_devices`.
@@ -51,11 +53,15 @@ class MeshConfig:
             return dataclasses.replace(self, **{free[0]: num_devices // fixed})
         if free or fixed != num_devices:
             shape = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+            where, remedy = f"{num_devices} of {target}", "or change the target"
+            if target is None:
+                where = f"{num_devices} present"
+                flag = "XLA_FLAGS=--xla_force_host_platform_device_count"
+                remedy = f"or run with {flag}={fixed} on CPU"
             raise ValueError(
                 f"mesh: got {shape or 'all axes 1'} = {fixed} devices"
-                f"{' times the rest' if free else ''}, expected to use the {num_devices} present; "
-                "change an axis, set one to -1 for the rest, or run with "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={fixed} on CPU"
+                f"{' times the rest' if free else ''}, expected to use the {where}; "
+                f"change an axis, set one to -1 for the rest (--mesh.data -1), {remedy}"
             )
         return self
 

@@ -69,6 +69,15 @@ class CompiledProgram:
     executable: Any = field(default=None, repr=False, compare=False)
     """jax.stages.Compiled; None when it comes from a subprocess."""
 
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.mesh_shape.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the executable, which lives in this process only."""
+        return self.__dict__ | {"executable": None}
+
     @functools.cached_property
     def summary(self) -> ProgramSummary:
         """Collectives, matrix products, library calls and loops."""

@@ -33,7 +33,7 @@ KINDS = (
 # than this: loop counters and index arithmetic hide nothing.
 _COMPUTE = ("fusion", "custom-call", "dot", "convolution", "while", "conditional", "call")
 _MIN_COMPUTE_BYTES = 4096
-_GEMM_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$groupedMatmul")
+GEMM_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$groupedMatmul")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,12 +267,12 @@ def summarize(hlo: str, mesh_shape: Mapping[str, int] | None = None) -> ProgramS
             loops.append(site.loops[-1])
         kind = site.instruction.opcode.removesuffix("-start")
         if kind in KINDS:
-            collectives.append(_collective(site, kind, module.num_partitions, mesh_shape))
+            collectives.append(collective_at(site, module.num_partitions, mesh_shape))
         elif site.instruction.opcode in ("dot", "scaled-dot"):
             gemms.append(_dot(site))
         elif site.instruction.opcode == "custom-call":
             target = site.instruction.custom_call_target
-            if target.startswith(_GEMM_TARGETS):
+            if target.startswith(GEMM_TARGETS):
                 gemms.append(_library_gemm(site))
             else:
                 calls.append(_custom_call(site, target))
@@ -292,8 +292,12 @@ def _flat_operands(computation: Computation, instruction: Instruction) -> tuple[
     return tuple(array for operand in arrays for array in operand)
 
 
-def _collective(site: Site, kind: str, num_partitions: int, mesh_shape) -> Collective:
+def collective_at(
+    site: Site, num_partitions: int, mesh_shape: Mapping[str, int]
+) -> Collective:
+    """The collective whose instruction (or start) stands at `site`."""
     instruction = site.instruction
+    kind = instruction.opcode.removesuffix("-start")
     groups = parse_groups(instruction.attributes, num_partitions)
     operands = _flat_operands(site.computation, instruction)
     if kind == "ragged-all-to-all":
@@ -307,7 +311,7 @@ def _collective(site: Site, kind: str, num_partitions: int, mesh_shape) -> Colle
         kind=kind,
         operands=operands,
         groups=groups,
-        axes=group_axes(groups, mesh_shape) if mesh_shape else (),
+        axes=group_axes(groups, dict(mesh_shape)) if mesh_shape else (),
         is_async=is_async,
         overlapped_ops=_overlapped_ops(site) if is_async and not site.wrappers else 0,
     )

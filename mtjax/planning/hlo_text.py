@@ -244,9 +244,15 @@ def _walk(module, computation, loops, wrappers) -> Iterator[Site]:
             inner = wrappers
             if opcode.startswith(("fusion", "async")):
                 inner = (*wrappers, instruction)
-            for name in instruction.called(*_CALLS):
-                if name in module.computations and not opcode.endswith(("-done", "-update")):
-                    yield from _walk(module, module.computations[name], loops, inner)
+            if not opcode.endswith(("-done", "-update")):
+                for called in called_computations(module, instruction):
+                    yield from _walk(module, called, loops, inner)
+
+
+def called_computations(module: Module, instruction: Instruction) -> list[Computation]:
+    """Computations that a call, fusion or conditional runs, all branches of it."""
+    names = instruction.called(*_CALLS)
+    return [module.computations[name] for name in names if name in module.computations]
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:

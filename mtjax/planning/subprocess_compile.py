@@ -4,7 +4,6 @@ A failed check inside XLA kills the interpreter; there is no exception to catch.
 CompileFailed that holds the last lines XLA wrote.
 """
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -16,9 +15,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from mtjax.planning.compile import CompiledProgram
+
+Result = TypeVar("Result")
 
 _TAIL_LINES = 15
 # XLA prints a C++ stack below a failed check; the check itself is what helps.
@@ -30,17 +30,17 @@ class CompileFailed(RuntimeError):
 
 
 def compile_in_subprocess(
-    build: Callable[..., CompiledProgram],
+    build: Callable[..., Result],
     *,
     time_limit_s: float = 600.0,
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
-) -> CompiledProgram:
-    """Runs `build(**kwargs)` in a fresh Python and returns its program, without the executable.
+) -> Result:
+    """Runs `build(**kwargs)` in a fresh Python and returns its result, programs unexecutable.
 
     Args:
         build: a function at the top level of a module or script file, found again by the file's
-            path and the function's name; it calls `compile_for`.
+            path and the function's name; it calls `compile_for` and returns what can be pickled.
         time_limit_s: the process is killed after this long.
         env: added to the environment, which always has JAX_PLATFORMS=cpu unless given here.
         kwargs: picklable arguments for build.
@@ -105,10 +105,10 @@ _CHILD = "import sys; from mtjax.planning.subprocess_compile import serve; serve
 
 
 def serve(request: str, reply: str) -> None:
-    """What the child does: loads the function, runs it, writes the program to `reply`."""
+    """What the child does: loads the function, runs it, writes the result to `reply`."""
     module_name, source, name, kwargs = pickle.loads(Path(request).read_bytes())
-    program = getattr(_load(module_name, source), name)(**kwargs)
-    Path(reply).write_bytes(pickle.dumps(dataclasses.replace(program, executable=None)))
+    result = getattr(_load(module_name, source), name)(**kwargs)
+    Path(reply).write_bytes(pickle.dumps(result))
 
 
 def _load(module_name: str, source: str):

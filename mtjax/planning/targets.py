@@ -1,143 +1,19 @@
-"""The GPUs we plan for: their facts, peak rates, and the text XLA needs to compile without one.
+"""The clusters we plan for, and the text XLA needs to compile for a GPU without one.
 
-Sources: NVIDIA data sheets (A100 80GB SXM, H100 SXM, H200 SXM, HGX B200; dense rates, without
-structured sparsity) and, for what a driver reports (memory, clock, cache), the target descriptions
-that ship with XLA. Importing this module imports no jax.
+Importing this module imports no jax.
 """
 
 import difflib
 import re
 from dataclasses import dataclass
 
+from mtjax.planning.gpus import GPUS, Gpu, load_gpu
+
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 HALF_DTYPES = ("bfloat16", "float16")
 
 CUDA_RUNTIME = "13.0.0"
 """CUDA runtime assumed. Without one XLA gives cuBLAS f16 in place of fp8 products, and no error."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """Facts of one GPU model. Rates are per GPU, dense, in units per second."""
-
-    name: str
-    """Short name in targets, such as h200."""
-    device_kind: str
-    """What jax reports as device_kind, such as NVIDIA H200."""
-    compute_capability: tuple[int, int]
-    """Major and minor CUDA compute capability."""
-    num_sms: int
-    """Streaming multiprocessors."""
-    fp32_lanes_per_sm: int
-    """Single-precision lanes of one SM."""
-    memory_bytes: int
-    """Device memory the driver reports; a process sees a little less."""
-    memory_bandwidth: float
-    """Device memory, bytes per second."""
-    l2_bytes: int
-    """Level-2 cache."""
-    shared_memory_per_sm_bytes: int
-    """Shared memory of one SM."""
-    shared_memory_per_block_bytes: int
-    """Largest shared memory one block may opt in to."""
-    clock_ghz: float
-    """Boost clock."""
-    peak_bf16: float
-    """FLOP/s of bf16 and fp16 matrix products."""
-    peak_fp8: float | None
-    """FLOP/s of fp8 matrix products; None where there are none."""
-    peak_tf32: float
-    """FLOP/s of float32 matrix products on tensor cores, inputs rounded to tf32."""
-    peak_fp32: float
-    """FLOP/s of true float32 arithmetic."""
-    nvlink_bandwidth: float
-    """Bytes per second one GPU sends over NVLink, one direction."""
-    network_bandwidth: float
-    """Bytes per second one GPU sends to other hosts: one network card per GPU."""
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu(
-            name="a100",
-            device_kind="NVIDIA A100-SXM4-80GB",
-            compute_capability=(8, 0),
-            num_sms=108,
-            fp32_lanes_per_sm=64,
-            memory_bytes=85_100_068_864,
-            memory_bandwidth=2.039e12,
-            l2_bytes=40 * 2**20,
-            shared_memory_per_sm_bytes=164 * 2**10,
-            shared_memory_per_block_bytes=163 * 2**10,
-            clock_ghz=1.41,
-            peak_bf16=312e12,
-            peak_fp8=None,
-            peak_tf32=156e12,
-            peak_fp32=19.5e12,
-            nvlink_bandwidth=300e9,
-            network_bandwidth=25e9,
-        ),
-        Gpu(
-            name="h100",
-            device_kind="NVIDIA H100 80GB HBM3",
-            compute_capability=(9, 0),
-            num_sms=132,
-            fp32_lanes_per_sm=128,
-            memory_bytes=84_942_979_072,
-            memory_bandwidth=3.352e12,
-            l2_bytes=50 * 2**20,
-            shared_memory_per_sm_bytes=228 * 2**10,
-            shared_memory_per_block_bytes=227 * 2**10,
-            clock_ghz=1.98,
-            peak_bf16=989e12,
-            peak_fp8=1979e12,
-            peak_tf32=494e12,
-            peak_fp32=67e12,
-            nvlink_bandwidth=450e9,
-            network_bandwidth=50e9,
-        ),
-        Gpu(
-            name="h200",
-            device_kind="NVIDIA H200",
-            compute_capability=(9, 0),
-            num_sms=132,
-            fp32_lanes_per_sm=128,
-            memory_bytes=151_397_597_184,
-            memory_bandwidth=4.8e12,
-            l2_bytes=50 * 2**20,
-            shared_memory_per_sm_bytes=228 * 2**10,
-            shared_memory_per_block_bytes=227 * 2**10,
-            clock_ghz=1.98,
-            peak_bf16=989e12,
-            peak_fp8=1979e12,
-            peak_tf32=494e12,
-            peak_fp32=67e12,
-            nvlink_bandwidth=450e9,
-            network_bandwidth=50e9,
-        ),
-        Gpu(
-            name="b200",
-            device_kind="NVIDIA B200",
-            compute_capability=(10, 0),
-            num_sms=148,
-            fp32_lanes_per_sm=128,
-            memory_bytes=191_514_411_008,
-            memory_bandwidth=7.672e12,
-            l2_bytes=132_644_864,
-            shared_memory_per_sm_bytes=228 * 2**10,
-            shared_memory_per_block_bytes=227 * 2**10,
-            clock_ghz=1.965,
-            peak_bf16=2250e12,
-            peak_fp8=4500e12,
-            peak_tf32=1125e12,
-            peak_fp32=75e12,
-            nvlink_bandwidth=900e9,
-            network_bandwidth=50e9,
-        ),
-    )
-}
-"""GPU models by short name."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +29,13 @@ class Target:
         """GPUs of the whole cluster."""
         return self.hosts * self.gpus_per_host
 
+    @property
+    def nvlink_domain(self) -> int:
+        """GPUs, numbered host by host, that reach each other over NVLink."""
+        if self.gpu.nvlink_domain <= self.gpu.max_gpus_per_host:
+            return self.gpus_per_host
+        return min(self.gpu.nvlink_domain, self.num_devices)
+
     def __str__(self) -> str:
         return f"{self.gpu.name}:{self.hosts}x{self.gpus_per_host}"
 
@@ -160,30 +43,48 @@ class Target:
 def parse_target(text: str) -> Target:
     """Reads "gpu:hosts x gpus per host", such as h200:32x8; "h200:8" is one host, "h200" one GPU.
 
+    In place of a GPU's name stands the path of a TOML file that describes one: my_gpu.toml:4x8.
+
     Raises:
         ValueError: unknown GPU (the closest name is given), or a malformed or empty size.
     """
-    name, colon, size = text.strip().lower().partition(":")
-    if name not in GPUS:
-        close = difflib.get_close_matches(name, GPUS, n=1, cutoff=0.3)
+    name, colon, size = text.strip().rpartition(":")
+    if not colon:
+        name, size = size, ""
+    if name.endswith(".toml"):
+        gpu = load_gpu(name)
+    elif name.lower() in GPUS:
+        gpu = GPUS[name.lower()]
+    else:
+        close = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.3)
         hint = f"did you mean {close[0]}?" if close else "take one of them"
         raise ValueError(
-            f"target: got GPU {name!r} in {text!r}, expected one of {', '.join(GPUS)}; {hint}"
+            f"target: got GPU {name!r} in {text!r}, expected one of {', '.join(GPUS)} or a TOML "
+            f"file; {hint}"
         )
-    match = re.fullmatch(r"(?:(\d+)x)?(\d+)", size)
+    match = re.fullmatch(r"(?:(\d+)[xX])?(\d+)", size)
     hosts, gpus = (int(match[1] or 1), int(match[2])) if match else (0, 0)
     if colon and (hosts < 1 or gpus < 1):
         raise ValueError(
             f"target: got size {size!r} in {text!r}, expected <hosts>x<GPUs per host>, both at "
             f"least 1; write for example {name}:1x8"
         )
-    return Target(GPUS[name], hosts, gpus) if colon else Target(GPUS[name])
+    if gpus > gpu.max_gpus_per_host:
+        most = gpu.max_gpus_per_host
+        raise ValueError(
+            f"target: got {gpus} GPUs per host in {text!r}, expected at most {most} for "
+            f"{gpu.name}; write for example {name}:{max(1, hosts * gpus // most)}x{most}"
+        )
+    return Target(gpu, hosts, gpus) if colon else Target(gpu)
 
 
 def find_gpu(device_kind: str) -> Gpu | None:
     """The GPU a jax device_kind names, or None. Variants count as their chip (H100 NVL as H100)."""
+    if device_kind in GPUS:
+        return GPUS[device_kind]
+    exact = next((gpu for gpu in GPUS.values() if gpu.device_kind == device_kind), None)
     words = re.split(r"[^a-z0-9]+", device_kind.lower())
-    return next((gpu for name, gpu in GPUS.items() if name in words), None)
+    return exact or next((gpu for name, gpu in GPUS.items() if name in words), None)
 
 
 def peak_flops(device_kind: str, dtype: object = "bfloat16") -> float | None:

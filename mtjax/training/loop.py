@@ -37,9 +37,8 @@ from mtjax.training.step import (
     COMPUTE_DTYPES,
     Limits,
     Metrics,
-    abstract_batch,
     gather_params,
-    make_train_step,
+    jit_train_step,
 )
 
 log = logging.getLogger(__name__)
@@ -56,14 +55,9 @@ class CompiledStep(NamedTuple):
 def compile_step(config: Config, mesh: Mesh, setup: Setup) -> CompiledStep:
     """Compile the train step for the mesh; the state is donated, nothing is run."""
     started = time.perf_counter()
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract)
     with jax.set_mesh(mesh):
-        step = jax.jit(
-            make_train_step(config, mesh, setup), donate_argnums=0, out_shardings=(shardings, None)
-        )
-        batch = abstract_batch(config, mesh)
-        compiled = step.lower(setup.abstract, batch, Limits(scalar, scalar)).compile()
+        step = jit_train_step(config, mesh, setup)
+        compiled = step.fn.lower(*step.args).compile()
     return CompiledStep(compiled, time.perf_counter() - started, _describe_memory(compiled))
 
 

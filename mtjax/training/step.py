@@ -238,6 +238,25 @@ def make_train_step(config: Config, mesh: Mesh, setup: Setup) -> TrainStep:
     return train_step
 
 
+class JittedStep(NamedTuple):
+    """The train step under jax.jit, and the abstract arguments that it is compiled for."""
+
+    fn: Any
+    args: tuple[TrainState, StepInput, Limits]
+
+
+def jit_train_step(config: Config, mesh: Mesh, setup: Setup) -> JittedStep:
+    """The step as training runs it, with a donated state; lower it under `jax.set_mesh(mesh)`."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    return JittedStep(
+        jax.jit(
+            make_train_step(config, mesh, setup), donate_argnums=0, out_shardings=(shardings, None)
+        ),
+        (setup.abstract, abstract_batch(config, mesh), Limits(scalar, scalar)),
+    )
+
+
 def dropout_key(config: Config, step: jax.Array | int) -> jax.Array:
     """Key of a step's dropout masks, a function of seed and step alone."""
     return jax.random.fold_in(jax.random.key(config.train.seed), step)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,7 +20,7 @@ from mtjax.config import (
 from mtjax.planning.compile import compile_for
 from mtjax.sharding import unbox
 from mtjax.training.state import make_setup
-from mtjax.training.step import Limits, abstract_batch, make_train_step
+from mtjax.training.step import jit_train_step
 
 LAYERS, EMBED, FFN, HEADS, HEAD_DIM, VOCAB, SEQ, BATCH = 4, 512, 2048, 8, 64, 4096, 1024, 8
 LAYER_MATRICES = 4 * EMBED * HEADS * HEAD_DIM + 3 * EMBED * FFN
@@ -59,17 +58,9 @@ def compile_step(h200_mesh):
         config = resolve_backends(validate(config), "gpu")
         mesh = h200_mesh(**config.mesh.sizes)
         setup = make_setup(config, mesh)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract)
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        return compile_for(
-            mesh,
-            make_train_step(config, mesh, setup),
-            setup.abstract,
-            abstract_batch(config, mesh),
-            Limits(scalar, scalar),
-            donate_argnums=0,
-            out_shardings=(shardings, None),
-        )
+        with jax.set_mesh(mesh):
+            step = jit_train_step(config, mesh, setup)
+        return compile_for(mesh, step.fn, *step.args)
 
     def call(axes, model=None, **train):
         return build(tuple(axes.items()), model, tuple(train.items()))

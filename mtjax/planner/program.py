@@ -1,0 +1,129 @@
+"""The train step of a config, compiled for a target in a process of its own."""
+
+import math
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from mtjax.config import Config, resolve_backends, validate
+from mtjax.planning.subprocess_compile import compile_in_subprocess
+from mtjax.planning.targets import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamRow:
+    """Parameters that share a layout."""
+
+    names: str
+    """Logical names of the dims."""
+    axes: str
+    """Mesh axes of the dims where layers use them, in order; - where a dim is whole."""
+    count: int
+    """Parameters in total, padding included."""
+    per_device: int
+    """Parameters on one device, as layers use them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProgram:
+    """A compiled train step and what is known of its arrays. Bytes are per device."""
+
+    config: Config
+    """With mesh and backends resolved."""
+    program: Any
+    """mtjax.planning.compile.CompiledProgram."""
+    param_rows: tuple[ParamRow, ...]
+    param_bytes: int
+    """Masters, as stored."""
+    optimizer_bytes: int
+    compute_bytes: int
+    """Copy of the weights in the compute dtype, as layers use it."""
+    gradient_bytes: int
+    """float32 gradients, laid out as the copy."""
+    asked_flops: dict[str, float]
+    """Matrix-product FLOPs the traced step asks for per device, by primitive."""
+
+
+def compile_step_for(config: Config, devices: Target | int, time_limit_s: float) -> StepProgram:
+    """Compiles the step that training would run, in a subprocess.
+
+    Args:
+        config: valid; its mesh must use all devices.
+        devices: GPUs of a target, or a number of virtual CPU devices of this machine.
+        time_limit_s: the compile is ended after this long.
+
+    Raises:
+        CompileFailed: XLA aborted, ran out of time, or refused; with its last lines.
+    """
+    env = {}
+    if isinstance(devices, int):
+        flag = f"--xla_force_host_platform_device_count={devices}"
+        env["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    return compile_in_subprocess(
+        build_step, config=config, devices=devices, time_limit_s=time_limit_s, env=env
+    )
+
+
+def build_step(config: Config, devices: Target | int) -> StepProgram:
+    """Compiles the step in this process."""
+    import jax
+    import jax.numpy as jnp
+
+    from mtjax.planning.asked import asked_flops
+    from mtjax.planning.compile import compile_for, topology_devices
+    from mtjax.sharding import make_mesh
+    from mtjax.training.state import make_setup
+    from mtjax.training.step import COMPUTE_DTYPES, jit_train_step
+
+    on_gpu = isinstance(devices, Target)
+    mesh = make_mesh(config.mesh, topology_devices(devices) if on_gpu else jax.devices("cpu"))
+    config = resolve_backends(validate(config), "gpu" if on_gpu else "cpu")
+    setup = make_setup(config, mesh)
+    with jax.set_mesh(mesh):
+        step = jit_train_step(config, mesh, setup)
+        jaxpr = step.fn.trace(*step.args).jaxpr
+        rows = _param_rows(setup.boxes, mesh)
+    params_per_device = sum(row.per_device for row in rows)
+    compute_dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
+    return StepProgram(
+        config=config,
+        program=compile_for(mesh, step.fn, *step.args),
+        param_rows=rows,
+        param_bytes=_bytes_per_device(setup.abstract.params),
+        optimizer_bytes=_bytes_per_device(setup.abstract.opt_state),
+        compute_bytes=params_per_device * compute_dtype.itemsize,
+        gradient_bytes=params_per_device * 4,
+        asked_flops=dict(asked_flops(jaxpr, mesh.size)),
+    )
+
+
+def _bytes_per_device(tree: Any) -> int:
+    import jax
+
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _param_rows(boxes: Any, mesh: Any) -> tuple[ParamRow, ...]:
+    """Layouts of the parameters, most parameters first."""
+    import jax
+
+    from mtjax.sharding import compute_shardings, is_boxed
+
+    total: Counter[tuple[str, str]] = Counter()
+    local: Counter[tuple[str, str]] = Counter()
+    leaves = jax.tree.leaves(boxes, is_leaf=is_boxed)
+    for box, sharding in zip(leaves, jax.tree.leaves(compute_shardings(boxes, mesh)), strict=True):
+        shape = box.value.shape
+        entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+        axes = " ".join("*".join((e,) if isinstance(e, str) else e or "-") for e in entries)
+        key = " ".join(str(name or "-") for name in box.names), axes
+        total[key] += math.prod(shape)
+        local[key] += math.prod(sharding.shard_shape(shape))
+    return tuple(
+        ParamRow(names=names, axes=axes, count=count, per_device=local[names, axes])
+        for (names, axes), count in total.most_common()
+    )

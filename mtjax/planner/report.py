@@ -1,0 +1,251 @@
+"""What a compiled train step does on a target, as one record to print, save and draw."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from mtjax.planner.program import ParamRow, StepProgram
+from mtjax.planning.flops import count_params, flops_per_token
+from mtjax.planning.hlo import Gemm
+from mtjax.planning.targets import Target
+from mtjax.planning.timing import ASSUMPTIONS, Timing, estimate
+
+RESERVED_BYTES = 2 * 2**30
+"""Device memory that the CUDA context, NCCL and cuBLAS take beside the program."""
+
+# Above this ratio of FLOPs done to FLOPs asked for, products are replicated or expanded; padding
+# of uneven shapes stays below it.
+_EXPANDED_RATIO = 1.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutPart:
+    """How the model lies on the mesh."""
+
+    mesh: dict[str, int]
+    """Axes larger than 1, outermost first."""
+    num_devices: int
+    microbatches: int
+    params: int
+    """Trainable parameters, padding left out."""
+    padding_params: int
+    """Entries that pad the vocabulary."""
+    params_per_device: int
+    """As layers use them, before ZeRO-1 divides masters and moments over data."""
+    rows: tuple[ParamRow, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPart:
+    """Bytes on each device; all devices of one program hold the same."""
+
+    parts: dict[str, int]
+    """What arguments, results and temporaries consist of; their sum is total_bytes."""
+    total_bytes: int
+    """Peak, as XLA's buffer assignment has it."""
+    capacity_bytes: int | None
+    """Memory of the device without RESERVED_BYTES; None for virtual CPU devices."""
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """What is left; negative where it does not fit."""
+        return None if self.capacity_bytes is None else self.capacity_bytes - self.total_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """None where the capacity is not known."""
+        return None if self.headroom_bytes is None else self.headroom_bytes >= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficRow:
+    """Collectives of one kind over the same axes."""
+
+    kind: str
+    axes: str
+    dtypes: str
+    inside_loop: bool
+    """Inside a loop over layers, microbatches or chunks."""
+    count: int
+    """Runs per step."""
+    sent_bytes: float
+    """Bytes each device sends per step."""
+    overlapped_ratio: float
+    """Share of the bytes whose collective has kernels scheduled between start and done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputePart:
+    """FLOPs per step and device."""
+
+    model_flops: float
+    """What the mathematics of the model takes; see planning/flops.py."""
+    hardware_flops: float
+    """What matrix products and attention of the program do, recomputation included."""
+    by_dtype: dict[str, float]
+    """hardware_flops by the dtype that sets the rate: fp8, bf16, tf32 ..."""
+    asked_flops: float
+    """Matrix-product FLOPs of the traced step, before the compiler partitions it."""
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimePart:
+    """Roofline estimate of one step."""
+
+    step_s: float
+    tokens_per_s: float
+    mfu: float
+    """Model FLOPs over the peak in the compute dtype."""
+    kernels_s: dict[str, float]
+    """By kind."""
+    communication_s: dict[str, float]
+    """By mesh axes, hidden or not."""
+    exposed_s: dict[str, float]
+    """Communication that kernels wait for, by mesh axes."""
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything `launch.py plan` knows of one layout."""
+
+    title: str
+    target: str
+    notes: tuple[str, ...]
+    """What makes this plan less than one for the real devices."""
+    layout: LayoutPart
+    memory: MemoryPart
+    traffic: tuple[TrafficRow, ...]
+    compute: ComputePart
+    time: TimePart | None
+    """None without rates: for cpu."""
+
+
+def make_plan(step: StepProgram, target: Target | None, title: str, notes: tuple[str, ...]) -> Plan:
+    """Read a compiled step. `target` gives memory size and rates; None for plain CPU devices."""
+    config, program = step.config, step.program
+    tokens = config.train.batch_size * config.train.seq_len
+    num_devices = program.num_devices
+    model_flops = flops_per_token(config.model, config.train.seq_len) * tokens / num_devices
+    timing = None if target is None else estimate(program.hlo, target, program.mesh_shape)
+    return Plan(
+        title=title,
+        target=f"cpu:{num_devices}" if target is None else str(target),
+        notes=notes,
+        layout=_layout(step),
+        memory=_memory(step, target),
+        traffic=_traffic(step),
+        compute=_compute(step, model_flops, timing),
+        time=None if timing is None or target is None else _time(timing, target, step, model_flops),
+    )
+
+
+def _layout(step: StepProgram) -> LayoutPart:
+    params = count_params(step.config.model)
+    return LayoutPart(
+        mesh={axis: size for axis, size in step.program.mesh_shape.items() if size > 1},
+        num_devices=step.program.num_devices,
+        microbatches=step.config.train.microbatches,
+        params=params,
+        padding_params=sum(row.count for row in step.param_rows) - params,
+        params_per_device=sum(row.per_device for row in step.param_rows),
+        rows=step.param_rows,
+    )
+
+
+def _memory(step: StepProgram, target: Target | None) -> MemoryPart:
+    memory = step.program.memory
+    temporaries = memory.temp_bytes
+    parts = {
+        "parameters": step.param_bytes,
+        "optimizer state": step.optimizer_bytes,
+        "batch and counters": memory.arguments_bytes - step.param_bytes - step.optimizer_bytes,
+        "results not in place": memory.outputs_bytes - memory.alias_bytes,
+    }
+    for name, size in (
+        ("gradients", step.gradient_bytes),
+        ("weights in the compute dtype", step.compute_bytes),
+    ):
+        # A program may never hold all of them at once.
+        parts[name] = min(size, temporaries)
+        temporaries -= parts[name]
+    parts["activations and workspace"] = temporaries
+    capacity = None if target is None else target.gpu.memory_bytes - RESERVED_BYTES
+    return MemoryPart(parts=parts, total_bytes=memory.total_bytes, capacity_bytes=capacity)
+
+
+def _traffic(step: StepProgram) -> tuple[TrafficRow, ...]:
+    counts: Counter[tuple] = Counter()
+    sent: Counter[tuple] = Counter()
+    hidden: Counter[tuple] = Counter()
+    for c in step.program.summary.all_collectives:
+        key = c.kind, ",".join(c.axes), "+".join(c.dtypes), c.inside_loop
+        num_bytes = c.wire_bytes * c.executions
+        counts[key] += c.executions
+        sent[key] += num_bytes
+        hidden[key] += num_bytes if c.overlapped_ops else 0
+    return tuple(
+        TrafficRow(
+            kind=key[0],
+            axes=key[1],
+            dtypes=key[2],
+            inside_loop=key[3],
+            count=counts[key],
+            sent_bytes=num_bytes,
+            overlapped_ratio=hidden[key] / num_bytes if num_bytes else 0.0,
+        )
+        for key, num_bytes in sent.most_common()
+    )
+
+
+def _compute(step: StepProgram, model_flops: float, timing: Timing | None) -> ComputePart:
+    summary = step.program.summary
+    by_dtype: Counter[str] = Counter()
+    if timing is not None:
+        by_dtype.update(timing.flops)
+    else:
+        for (lhs, rhs), flops in summary.gemm_flops_by_dtype().items():
+            by_dtype[lhs if lhs == rhs else f"{lhs} x {rhs}"] += flops
+    return ComputePart(
+        model_flops=model_flops,
+        hardware_flops=by_dtype.total(),
+        by_dtype=dict(by_dtype.most_common()),
+        asked_flops=sum(step.asked_flops.values()),
+        warnings=_expansions(step),
+    )
+
+
+def _expansions(step: StepProgram) -> tuple[str, ...]:
+    """Products that do more than was asked for, ragged ones apart from plain ones."""
+    done: dict[str, list[Gemm]] = {"dot_general": [], "ragged_dot_general": []}
+    for gemm in step.program.summary.all_gemms:
+        done["ragged_dot_general" if "ragged_dot" in gemm.op_name else "dot_general"].append(gemm)
+    warnings = []
+    for primitive, gemms in done.items():
+        asked, flops = step.asked_flops.get(primitive, 0.0), sum(g.flops for g in gemms)
+        if flops > _EXPANDED_RATIO * asked:
+            largest = max(gemms, key=lambda gemm: gemm.flops)
+            reason = "expanded over all groups" if "ragged" in primitive else "replicated or padded"
+            times = f"{flops / asked:.1f} x the" if asked else "only unasked"
+            warnings.append(
+                f"{primitive}: {times} FLOPs that the step asks for ({flops / 1e12:.1f} TFLOP), "
+                f"{reason}; the largest is {largest}"
+            )
+    return tuple(warnings)
+
+
+def _time(timing: Timing, target: Target, step: StepProgram, model_flops: float) -> TimePart:
+    train = step.config.train
+    assumptions = ASSUMPTIONS
+    if timing.uncounted_loops:
+        assumptions += (f"{timing.uncounted_loops} loops of unknown length run once",)
+    peak = target.gpu.peak_fp32 if step.config.precision == "fp32" else target.gpu.peak_bf16
+    return TimePart(
+        step_s=timing.total_s,
+        tokens_per_s=train.batch_size * train.seq_len / timing.total_s,
+        mfu=model_flops / timing.total_s / peak,
+        kernels_s=dict(timing.kernels_s.most_common()),
+        communication_s=dict(timing.collectives_s.most_common()),
+        exposed_s=dict(timing.exposed_s.most_common()),
+        assumptions=assumptions,
+    )

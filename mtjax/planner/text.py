@@ -1,0 +1,129 @@
+"""A plan as text for the terminal, and as JSON."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mtjax.operation.progress import format_count
+from mtjax.planner.report import Plan
+from mtjax.planning.flops import CONVENTION
+
+GIB = 2**30
+
+
+def to_json(plan: Plan) -> str:
+    """The plan with all its fields; bytes, FLOPs and seconds are per device and step."""
+    record: dict[str, Any] = dataclasses.asdict(plan)
+    record["memory"] |= {"headroom_bytes": plan.memory.headroom_bytes, "fits": plan.memory.fits}
+    return json.dumps(record, indent=2) + "\n"
+
+
+def to_text(plan: Plan) -> str:
+    """Sections with one table each."""
+    sections = [*plan.notes, _layout(plan), _memory(plan), _traffic(plan), _compute(plan)]
+    sections.append(_time(plan))
+    return f"{plan.title} on {plan.target}\n" + "\n\n".join(sections)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, the first to the left and the others to the right."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        first, *others = row
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        return ("  " + "  ".join(cells)).rstrip()
+
+    return "\n".join(map(line, (head, *rows)))
+
+
+def _layout(plan: Plan) -> str:
+    layout = plan.layout
+    mesh = ", ".join(f"{axis}={size}" for axis, size in layout.mesh.items()) or "one device"
+    rows = [
+        (row.names, row.axes, f"{row.count:,}", f"{row.per_device:,}") for row in layout.rows
+    ]
+    return (
+        f"Layout: {mesh} on {layout.num_devices} devices, {layout.microbatches} microbatches\n"
+        f"  {layout.params:,} parameters"
+        f"{f' and {layout.padding_params:,} of padding' if layout.padding_params else ''}, "
+        f"{layout.params_per_device:,} per device\n"
+        + table(("logical dims", "mesh axes", "parameters", "per device"), rows)
+    )
+
+
+def _memory(plan: Plan) -> str:
+    memory = plan.memory
+    rows = [(name, f"{size / GIB:.2f}") for name, size in memory.parts.items() if size]
+    rows.append(("total", f"{memory.total_bytes / GIB:.2f}"))
+    verdict = "no device memory to compare with"
+    if memory.capacity_bytes is not None and memory.headroom_bytes is not None:
+        room = abs(memory.headroom_bytes) / GIB
+        verdict = (
+            f"fits in {memory.capacity_bytes / GIB:.1f} GiB, {room:.1f} GiB left"
+            if memory.fits
+            else f"does not fit in {memory.capacity_bytes / GIB:.1f} GiB, {room:.1f} GiB too much"
+        )
+    return f"Memory per device: {verdict}\n" + table(("", "GiB"), rows)
+
+
+def _traffic(plan: Plan) -> str:
+    if not plan.traffic:
+        return "Communication: none"
+    rows = [
+        (
+            row.kind,
+            row.axes,
+            row.dtypes,
+            "loop" if row.inside_loop else "once",
+            f"{row.count:,}",
+            f"{row.sent_bytes / 1e9:.3f}",
+            f"{row.overlapped_ratio:.0%}",
+        )
+        for row in plan.traffic
+    ]
+    head = ("collective", "axes", "dtype", "where", "per step", "GB sent", "beside kernels")
+    total = sum(row.sent_bytes for row in plan.traffic)
+    return f"Communication: {total / 1e9:.2f} GB sent per device and step\n" + table(head, rows)
+
+
+def _compute(plan: Plan) -> str:
+    compute = plan.compute
+    ratio = compute.hardware_flops / compute.model_flops
+    shares = ", ".join(
+        f"{dtype} {flops / compute.hardware_flops:.1%}" for dtype, flops in compute.by_dtype.items()
+    )
+    lines = [
+        f"Compute: {compute.model_flops / 1e12:.2f} TFLOP of the model per device and step "
+        f"({CONVENTION}); the program does {ratio:.2f} x that",
+        f"  rates: {shares}",
+        *(f"  warning: {warning}" for warning in compute.warnings),
+    ]
+    return "\n".join(lines)
+
+
+def _time(plan: Plan) -> str:
+    time = plan.time
+    if time is None:
+        return "Time: no estimate, the rates of this machine are not known"
+    rows = [(f"kernels, {kind}", *_share(s, time.step_s)) for kind, s in time.kernels_s.items()]
+    rows += [
+        (f"waiting for {axes}", *_share(s, time.step_s)) for axes, s in time.exposed_s.items()
+    ]
+    return (
+        f"Time: at least {time.step_s:.3f} s per step, at most "
+        f"{format_count(time.tokens_per_s)} tokens/s, {time.mfu:.1%} MFU\n"
+        + table(("", "s per step", "share"), rows)
+        + f"\n  communication in all: {_seconds(time.communication_s)}\n"
+        + "\n".join(f"  assumed: {line}" for line in time.assumptions)
+    )
+
+
+def _share(seconds: float, total: float) -> tuple[str, str]:
+    return f"{seconds:.3f}", f"{seconds / total:.1%}"
+
+
+def _seconds(times: Mapping[str, float]) -> str:
+    return ", ".join(f"{axes} {seconds:.3f} s" for axes, seconds in times.items()) or "none"
