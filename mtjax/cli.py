@@ -17,7 +17,7 @@ from mtjax.config import Config, validate
 from mtjax.config.check import RunError
 from mtjax.config.data import PrepareConfig, SplitName
 from mtjax.config.sampling import SamplingConfig
-from mtjax.recipes import Provenance, load_recipe, recipe_folders, trace
+from mtjax.recipes import Origin, load_recipe, override_flags, recipe_folders, trace
 
 USAGE = """\
 mtjax: train large transformers in JAX, with the same numbers on any device layout
@@ -26,6 +26,7 @@ mtjax: train large transformers in JAX, with the same numbers on any device layo
   python launch.py evaluate --config RECIPE [overrides]      loss of a checkpoint on held-out data
   python launch.py generate --config RECIPE --prompt TEXT    text from a checkpoint
   python launch.py parity --config RECIPE --meshes M [M..]   the same steps on several meshes
+  python launch.py plan --config RECIPE --target h200:32x8   memory, traffic, time on a cluster
   python launch.py prepare --paths FILES --output PREFIX     tokenise a corpus to .bin/.idx
 
 RECIPE is a Python file, or the name of one in configs/ ({recipes}).
@@ -79,25 +80,43 @@ class ParityCommand:
     """Largest relative difference allowed; None takes 1e-5 for fp32 and 2e-2 for bf16 and fp16."""
 
 
-def _train(command: TrainCommand, provenance: list[Provenance]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Compile the train step for a cluster, without its GPUs, and say what it will do there."""
+
+    config: Root
+    target: str = ""
+    """GPUs as <gpu>:<hosts>x<GPUs per host>, such as h200:32x8; <gpu> may be a TOML file; cpu:8
+    takes virtual CPU devices."""
+    search: bool = False
+    """Try meshes for the target, rank them by estimated tokens/s and print the best command."""
+    max_compiles: int = 12
+    """Meshes that a search compiles at most; those with least communication come first."""
+    time_limit_s: float = 900.0
+    """Seconds one compile may take."""
+    output: str = ""
+    """Folder for plan.json and plan.html; empty takes run.directory/plan."""
+
+
+def _train(command: TrainCommand, origin: Origin) -> int:
     from mtjax.training.loop import train
 
-    return train(command.config, provenance)
+    return train(command.config, origin.fields)
 
 
-def _evaluate(command: EvaluateCommand, provenance: list[Provenance]) -> int:
+def _evaluate(command: EvaluateCommand, origin: Origin) -> int:
     from mtjax.training.commands import evaluate
 
     return evaluate(command.config, command.split)
 
 
-def _generate(command: GenerateCommand, provenance: list[Provenance]) -> int:
+def _generate(command: GenerateCommand, origin: Origin) -> int:
     from mtjax.training.commands import generate_text
 
     return generate_text(command.config, command.prompt, command.sampling)
 
 
-def _parity(command: ParityCommand, provenance: list[Provenance]) -> int:
+def _parity(command: ParityCommand, origin: Origin) -> int:
     from mtjax.config.mesh import parse_layout
 
     layouts = [parse_layout(text) for text in command.meshes]
@@ -109,6 +128,24 @@ def _parity(command: ParityCommand, provenance: list[Provenance]) -> int:
     return parity(command.config, layouts, command.steps, command.tolerance)
 
 
+def _plan(command: PlanCommand, origin: Origin) -> int:
+    if not command.target:
+        raise ValueError("--target: got none, expected a cluster; write for example h200:1x8")
+    if command.max_compiles < 1 or command.time_limit_s <= 0:
+        raise ValueError(
+            f"--max-compiles, --time-limit-s: got {command.max_compiles}, {command.time_limit_s}, "
+            "expected positive numbers; leave them out for the defaults"
+        )
+    # The devices that count are the target's; this process only reads what compilers wrote.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from mtjax.planner.command import plan, search
+
+    if not command.search:
+        return plan(command.config, command.target, command.time_limit_s, command.output)
+    words = f"python launch.py --config {origin.recipe} {override_flags(origin.fields)}".rstrip()
+    return search(command.config, command.target, command.max_compiles, command.time_limit_s, words)
+
+
 def _want_cpu_devices(count: int) -> None:
     """Ask for virtual CPU devices; read when jax starts, without effect on GPU."""
     flags = os.environ.get("XLA_FLAGS", "")
@@ -116,11 +153,12 @@ def _want_cpu_devices(count: int) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
 
 
-COMMANDS: dict[str, tuple[type, Callable[[Any, list[Provenance]], int]]] = {
+COMMANDS: dict[str, tuple[type, Callable[[Any, Origin], int]]] = {
     "train": (TrainCommand, _train),
     "evaluate": (EvaluateCommand, _evaluate),
     "generate": (GenerateCommand, _generate),
     "parity": (ParityCommand, _parity),
+    "plan": (PlanCommand, _plan),
 }
 
 
@@ -166,7 +204,7 @@ def _run(args: list[str]) -> int:
     program = f"launch.py {name} --config {recipe_name}"
     command = tyro.cli(command_type, default=command_type(config=recipe), args=rest, prog=program)
     validate(command.config)
-    return run(command, trace(recipe, path, command.config))
+    return run(command, Origin(recipe_name, trace(recipe, path, command.config)))
 
 
 def _take_config(args: list[str]) -> tuple[str | None, list[str]]:

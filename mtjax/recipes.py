@@ -5,9 +5,10 @@ import dataclasses
 import difflib
 import importlib.util
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtjax.config import Config
 
@@ -21,6 +22,14 @@ class Provenance:
     value: Any
     source: str
     """"command line", or the recipe's file."""
+
+
+class Origin(NamedTuple):
+    """Where the whole of a config came from."""
+
+    recipe: str
+    """The recipe as it was named on the command line."""
+    fields: list[Provenance]
 
 
 def recipe_folders() -> list[Path]:
@@ -110,6 +119,20 @@ def trace(recipe: Config, path: Path, config: Config) -> list[Provenance]:
     overridden = {p.field for p in changed}
     by_recipe = _differences(Config(), config, str(path))
     return [p for p in by_recipe if p.field not in overridden] + changed
+
+
+def override_flags(provenance: Sequence[Provenance]) -> str:
+    """The overrides of a command line, as they may be typed again; those of the mesh left out."""
+    words = []
+    for entry in provenance:
+        if entry.source != "command line" or entry.field.startswith("mesh."):
+            continue
+        parent, _, name = entry.field.replace("_", "-").rpartition(".")
+        values = entry.value if isinstance(entry.value, tuple) else (entry.value,)
+        if isinstance(entry.value, bool):
+            name, values = (name if entry.value else f"no-{name}"), ()
+        words += [f"--{parent}.{name}" if parent else f"--{name}", *map(str, values)]
+    return shlex.join(words)
 
 
 def _differences(base: Any, config: Any, source: str, prefix: str = "") -> list[Provenance]:

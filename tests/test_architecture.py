@@ -31,7 +31,8 @@ ALLOWED |= {
     "inference": {*ORDER, "inference"},
     "training": {*ORDER, "data", "checkpoint", "operation", "planning", "recipes", "inference",
                  "training"},
-    "cli": {"config", "data", "recipes", "training"},
+    "planner": {*ORDER, "operation", "planning", "recipes", "training", "planner"},
+    "cli": {"config", "data", "planner", "recipes", "training"},
 }  # fmt: skip
 # config/__init__.py asks the attention backends what they support, lazily: the one exception.
 EXCEPTIONS = {("config/__init__.py", "layers")}

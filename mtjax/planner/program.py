@@ -69,6 +69,7 @@ def build_step(config: Config, devices: Target | int) -> StepProgram:
     """Compiles the step in this process."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     from mtjax.planning.asked import asked_flops
     from mtjax.planning.compile import compile_for, topology_devices
@@ -76,9 +77,12 @@ def build_step(config: Config, devices: Target | int) -> StepProgram:
     from mtjax.training.state import make_setup
     from mtjax.training.step import COMPUTE_DTYPES, jit_train_step
 
-    on_gpu = isinstance(devices, Target)
-    mesh = make_mesh(config.mesh, topology_devices(devices) if on_gpu else jax.devices("cpu"))
-    config = resolve_backends(validate(config), "gpu" if on_gpu else "cpu")
+    if isinstance(devices, Target):
+        platform, present = "gpu", topology_devices(devices)
+    else:
+        platform, present = "cpu", np.array(jax.devices("cpu"))
+    mesh = make_mesh(config.mesh, present)
+    config = resolve_backends(validate(config), platform)
     setup = make_setup(config, mesh)
     with jax.set_mesh(mesh):
         step = jit_train_step(config, mesh, setup)
@@ -94,7 +98,7 @@ def build_step(config: Config, devices: Target | int) -> StepProgram:
         optimizer_bytes=_bytes_per_device(setup.abstract.opt_state),
         compute_bytes=params_per_device * compute_dtype.itemsize,
         gradient_bytes=params_per_device * 4,
-        asked_flops=dict(asked_flops(jaxpr, mesh.size)),
+        asked_flops=asked_flops(jaxpr, mesh.size),
     )
 
 

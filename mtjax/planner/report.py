@@ -1,16 +1,19 @@
 """What a compiled train step does on a target, as one record to print, save and draw."""
 
-from collections import Counter
 from dataclasses import dataclass
 
 from mtjax.planner.program import ParamRow, StepProgram
 from mtjax.planning.flops import count_params, flops_per_token
-from mtjax.planning.hlo import Gemm
+from mtjax.planning.hlo import Collective, Gemm
+from mtjax.planning.liveness import peak_temporaries
 from mtjax.planning.targets import Target
 from mtjax.planning.timing import ASSUMPTIONS, Timing, estimate
 
 RESERVED_BYTES = 2 * 2**30
 """Device memory that the CUDA context, NCCL and cuBLAS take beside the program."""
+
+_NUM_LARGEST = 10
+_LOOP_PARTS = ("while", "body", "cond", "checkpoint", "eval_jaxpr", "closed_call", "shard_map")
 
 # Above this ratio of FLOPs done to FLOPs asked for, products are replicated or expanded; padding
 # of uneven shapes stays below it.
@@ -35,6 +38,18 @@ class LayoutPart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Held:
+    """Arrays that live at the peak and come from one place of the program."""
+
+    origin: str
+    """forward, backward or the rest of the step, and the jax operation."""
+    shape: str
+    count: int
+    num_bytes: int
+    """All of them together."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryPart:
     """Bytes on each device; all devices of one program hold the same."""
 
@@ -44,6 +59,8 @@ class MemoryPart:
     """Peak, as XLA's buffer assignment has it."""
     capacity_bytes: int | None
     """Memory of the device without RESERVED_BYTES; None for virtual CPU devices."""
+    largest: tuple[Held, ...]
+    """Temporaries at the peak by origin, largest first; see planning/liveness.py."""
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -106,6 +123,17 @@ class TimePart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of the config that was compiled because the step does not fit."""
+
+    flags: str
+    """Command-line options that make it."""
+    total_bytes: int
+    fits: bool | None
+    step_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything `launch.py plan` knows of one layout."""
 
@@ -119,9 +147,13 @@ class Plan:
     compute: ComputePart
     time: TimePart | None
     """None without rates: for cpu."""
+    changes: tuple[Change, ...] = ()
+    """What was tried because it does not fit, most memory saved first."""
 
 
-def make_plan(step: StepProgram, target: Target | None, title: str, notes: tuple[str, ...]) -> Plan:
+def make_plan(
+    step: StepProgram, target: Target | None, title: str = "", notes: tuple[str, ...] = ()
+) -> Plan:
     """Read a compiled step. `target` gives memory size and rates; None for plain CPU devices."""
     config, program = step.config, step.program
     tokens = config.train.batch_size * config.train.seq_len
@@ -171,45 +203,74 @@ def _memory(step: StepProgram, target: Target | None) -> MemoryPart:
         temporaries -= parts[name]
     parts["activations and workspace"] = temporaries
     capacity = None if target is None else target.gpu.memory_bytes - RESERVED_BYTES
-    return MemoryPart(parts=parts, total_bytes=memory.total_bytes, capacity_bytes=capacity)
+    return MemoryPart(
+        parts=parts,
+        total_bytes=memory.total_bytes,
+        capacity_bytes=capacity,
+        largest=_largest(step.program.hlo),
+    )
+
+
+def _largest(hlo: str) -> tuple[Held, ...]:
+    sizes: dict[tuple[str, str], list[int]] = {}
+    for buffer in peak_temporaries(hlo).buffers:
+        sizes.setdefault((_origin(buffer.op_name), buffer.shape), []).append(buffer.num_bytes)
+    held = [
+        Held(origin=origin, shape=shape, count=len(found), num_bytes=sum(found))
+        for (origin, shape), found in sizes.items()
+    ]
+    return tuple(sorted(held, key=lambda h: -h.num_bytes)[:_NUM_LARGEST])
+
+
+def _origin(op_name: str) -> str:
+    """The phase of the step and the last part of the jax path, for people."""
+    if "/" not in op_name:
+        return "unnamed"
+    phase = "step"
+    if "jvp" in op_name:
+        phase = "backward" if "transpose(jvp" in op_name else "forward"
+    parts = [p for p in op_name.split("/") if "(" not in p and p not in _LOOP_PARTS]
+    if parts and parts[-1] == "dynamic_update_slice":
+        parts = ["stacked over a loop"]
+    return f"{phase}: {'/'.join(parts) or 'unnamed'}"
 
 
 def _traffic(step: StepProgram) -> tuple[TrafficRow, ...]:
-    counts: Counter[tuple] = Counter()
-    sent: Counter[tuple] = Counter()
-    hidden: Counter[tuple] = Counter()
+    groups: dict[tuple[str, str, str, bool], list[Collective]] = {}
     for c in step.program.summary.all_collectives:
         key = c.kind, ",".join(c.axes), "+".join(c.dtypes), c.inside_loop
-        num_bytes = c.wire_bytes * c.executions
-        counts[key] += c.executions
-        sent[key] += num_bytes
-        hidden[key] += num_bytes if c.overlapped_ops else 0
-    return tuple(
-        TrafficRow(
-            kind=key[0],
-            axes=key[1],
-            dtypes=key[2],
-            inside_loop=key[3],
-            count=counts[key],
-            sent_bytes=num_bytes,
-            overlapped_ratio=hidden[key] / num_bytes if num_bytes else 0.0,
+        groups.setdefault(key, []).append(c)
+    rows = []
+    for (kind, axes, dtypes, inside_loop), found in groups.items():
+        sent = sum(c.wire_bytes * c.executions for c in found)
+        hidden = sum(c.wire_bytes * c.executions for c in found if c.overlapped_ops)
+        rows.append(
+            TrafficRow(
+                kind=kind,
+                axes=axes,
+                dtypes=dtypes,
+                inside_loop=inside_loop,
+                count=sum(c.executions for c in found),
+                sent_bytes=sent,
+                overlapped_ratio=hidden / sent if sent else 0.0,
+            )
         )
-        for key, num_bytes in sent.most_common()
-    )
+    return tuple(sorted(rows, key=lambda row: -row.sent_bytes))
 
 
 def _compute(step: StepProgram, model_flops: float, timing: Timing | None) -> ComputePart:
     summary = step.program.summary
-    by_dtype: Counter[str] = Counter()
     if timing is not None:
-        by_dtype.update(timing.flops)
+        by_dtype = timing.flops
     else:
-        for (lhs, rhs), flops in summary.gemm_flops_by_dtype().items():
-            by_dtype[lhs if lhs == rhs else f"{lhs} x {rhs}"] += flops
+        by_dtype = {
+            lhs if lhs == rhs else f"{lhs} x {rhs}": float(flops)
+            for (lhs, rhs), flops in summary.gemm_flops_by_dtype().items()
+        }
     return ComputePart(
         model_flops=model_flops,
-        hardware_flops=by_dtype.total(),
-        by_dtype=dict(by_dtype.most_common()),
+        hardware_flops=sum(by_dtype.values()),
+        by_dtype=_largest_first(by_dtype),
         asked_flops=sum(step.asked_flops.values()),
         warnings=_expansions(step),
     )
@@ -236,7 +297,7 @@ def _expansions(step: StepProgram) -> tuple[str, ...]:
 
 def _time(timing: Timing, target: Target, step: StepProgram, model_flops: float) -> TimePart:
     train = step.config.train
-    assumptions = ASSUMPTIONS
+    assumptions: tuple[str, ...] = ASSUMPTIONS
     if timing.uncounted_loops:
         assumptions += (f"{timing.uncounted_loops} loops of unknown length run once",)
     peak = target.gpu.peak_fp32 if step.config.precision == "fp32" else target.gpu.peak_bf16
@@ -244,8 +305,12 @@ def _time(timing: Timing, target: Target, step: StepProgram, model_flops: float)
         step_s=timing.total_s,
         tokens_per_s=train.batch_size * train.seq_len / timing.total_s,
         mfu=model_flops / timing.total_s / peak,
-        kernels_s=dict(timing.kernels_s.most_common()),
-        communication_s=dict(timing.collectives_s.most_common()),
-        exposed_s=dict(timing.exposed_s.most_common()),
+        kernels_s=_largest_first(timing.kernels_s),
+        communication_s=_largest_first(timing.collectives_s),
+        exposed_s=_largest_first(timing.exposed_s),
         assumptions=assumptions,
     )
+
+
+def _largest_first(parts: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))

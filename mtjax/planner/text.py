@@ -23,6 +23,8 @@ def to_text(plan: Plan) -> str:
     """Sections with one table each."""
     sections = [*plan.notes, _layout(plan), _memory(plan), _traffic(plan), _compute(plan)]
     sections.append(_time(plan))
+    if plan.changes:
+        sections.append(changes_text(plan))
     return f"{plan.title} on {plan.target}\n" + "\n\n".join(sections)
 
 
@@ -39,12 +41,26 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(map(line, (head, *rows)))
 
 
+def changes_text(plan: Plan) -> str:
+    """What was tried because the step does not fit."""
+    rows = [
+        (
+            change.flags,
+            f"{change.total_bytes / GIB:.1f}",
+            {True: "yes", False: "no", None: "n/a"}[change.fits],
+            "n/a" if change.step_s is None else f"{change.step_s:.3f}",
+        )
+        for change in plan.changes
+    ]
+    if not rows:
+        return "No single change of remat, microbatches, loss chunk or mesh is possible here."
+    return "Changes tried:\n" + table(("", "GiB", "fits", "s per step"), rows)
+
+
 def _layout(plan: Plan) -> str:
     layout = plan.layout
     mesh = ", ".join(f"{axis}={size}" for axis, size in layout.mesh.items()) or "one device"
-    rows = [
-        (row.names, row.axes, f"{row.count:,}", f"{row.per_device:,}") for row in layout.rows
-    ]
+    rows = [(row.names, row.axes, f"{row.count:,}", f"{row.per_device:,}") for row in layout.rows]
     return (
         f"Layout: {mesh} on {layout.num_devices} devices, {layout.microbatches} microbatches\n"
         f"  {layout.params:,} parameters"
@@ -66,7 +82,16 @@ def _memory(plan: Plan) -> str:
             if memory.fits
             else f"does not fit in {memory.capacity_bytes / GIB:.1f} GiB, {room:.1f} GiB too much"
         )
-    return f"Memory per device: {verdict}\n" + table(("", "GiB"), rows)
+    held = [
+        (h.origin[:70], f"{h.count} x {h.shape}", f"{h.num_bytes / GIB:.2f}")
+        for h in memory.largest
+    ]
+    return (
+        f"Memory per device: {verdict}\n"
+        + table(("", "GiB"), rows)
+        + "\n"
+        + table(("largest temporaries at the peak", "arrays", "GiB"), held)
+    )
 
 
 def _traffic(plan: Plan) -> str:
@@ -109,9 +134,7 @@ def _time(plan: Plan) -> str:
     if time is None:
         return "Time: no estimate, the rates of this machine are not known"
     rows = [(f"kernels, {kind}", *_share(s, time.step_s)) for kind, s in time.kernels_s.items()]
-    rows += [
-        (f"waiting for {axes}", *_share(s, time.step_s)) for axes, s in time.exposed_s.items()
-    ]
+    rows += [(f"waiting for {axes}", *_share(s, time.step_s)) for axes, s in time.exposed_s.items()]
     return (
         f"Time: at least {time.step_s:.3f} s per step, at most "
         f"{format_count(time.tokens_per_s)} tokens/s, {time.mfu:.1%} MFU\n"

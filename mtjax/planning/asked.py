@@ -1,12 +1,11 @@
 """Matrix-product FLOPs that a traced function asks for, before XLA partitions and expands them."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 
-def asked_flops(jaxpr: Any, free_devices: int) -> Counter[str]:
+def asked_flops(jaxpr: Any, free_devices: int) -> dict[str, float]:
     """FLOPs per device by primitive (dot_general, ragged_dot_general), loops multiplied in.
 
     Args:
@@ -16,7 +15,7 @@ def asked_flops(jaxpr: Any, free_devices: int) -> Counter[str]:
 
     A while loop whose trip count is not known counts once.
     """
-    flops: Counter[str] = Counter()
+    flops = {"dot_general": 0.0, "ragged_dot_general": 0.0}
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = eqn.primitive.name
         if name == "dot_general":
@@ -25,7 +24,8 @@ def asked_flops(jaxpr: Any, free_devices: int) -> Counter[str]:
             flops["ragged_dot_general"] += _ragged_flops(eqn) / free_devices
         elif name == "cond":
             branches = [asked_flops(branch, free_devices) for branch in eqn.params["branches"]]
-            flops.update(max(branches, key=lambda branch: branch.total()))
+            largest = max(branches, key=lambda branch: sum(branch.values()))
+            flops = {key: value + largest[key] for key, value in flops.items()}
         else:
             times = eqn.params["length"] if name == "scan" else 1
             inner_devices = free_devices
@@ -56,7 +56,7 @@ def _ragged_flops(eqn: Any) -> float:
     """Each row meets one group: rows x width of a group's matrix x depth."""
     lhs, rhs = (var.aval.shape for var in eqn.invars[:2])
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (lhs_contract, rhs_contract), (_, rhs_batch) = numbers.dot_dimension_numbers
+    (_, rhs_contract), (_, rhs_batch) = numbers.dot_dimension_numbers
     used = {*rhs_contract, *rhs_batch, *numbers.rhs_group_dimensions}
     width = math.prod(size for dim, size in enumerate(rhs) if dim not in used)
     return 2.0 * math.prod(lhs) * width

@@ -61,9 +61,7 @@ def instruction_cost(module: Module, where: Computation, instruction: Instructio
         return Cost("memory", num_bytes=2 * _bytes(where.operand_arrays(instruction)[1]))
     if opcode == "copy-start":
         return Cost("memory", num_bytes=2 * _operand_bytes(where, instruction))
-    return Cost(
-        "memory", num_bytes=_operand_bytes(where, instruction) + _bytes(instruction.shape)
-    )
+    return Cost("memory", num_bytes=_operand_bytes(where, instruction) + _bytes(instruction.shape))
 
 
 def _bytes(arrays: Iterable[Array]) -> int:

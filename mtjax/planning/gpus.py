@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """Facts of one GPU model. Rates are per GPU, dense, in units per second."""

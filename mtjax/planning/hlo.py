@@ -292,9 +292,7 @@ def _flat_operands(computation: Computation, instruction: Instruction) -> tuple[
     return tuple(array for operand in arrays for array in operand)
 
 
-def collective_at(
-    site: Site, num_partitions: int, mesh_shape: Mapping[str, int]
-) -> Collective:
+def collective_at(site: Site, num_partitions: int, mesh_shape: Mapping[str, int]) -> Collective:
     """The collective whose instruction (or start) stands at `site`."""
     instruction = site.instruction
     kind = instruction.opcode.removesuffix("-start")

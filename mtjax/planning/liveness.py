@@ -6,7 +6,7 @@ in place share the buffer of their operand; what a loop body passes on lives in 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtjax.planning.hlo_text import (
     Computation,
@@ -63,6 +63,7 @@ class _Holder:
     def _peak(self, computation: Computation) -> Peak:
         held = self._places(computation)
         last_use = _last_uses(computation, held)
+        origins = self._origins(computation, held)
         returned = set(_flat(held[computation.root.name]))
         live: dict[Buffer, None] = {}
         best = Peak(0, ())
@@ -73,7 +74,8 @@ class _Holder:
             inside = self._inside(computation, instruction)
             total = sum(b.num_bytes for b in live) + inside.num_bytes
             if total > best.num_bytes:
-                found = sorted((*live, *inside.buffers), key=lambda b: -b.num_bytes)
+                mine = (replace(b, op_name=origins.get(b, b.op_name)) for b in live)
+                found = sorted((*mine, *inside.buffers), key=lambda b: -b.num_bytes)
                 best = Peak(total, tuple(found))
             live = {b: None for b in live if last_use[b] > position}
         return best
@@ -86,6 +88,33 @@ class _Holder:
             peaks = [self.peak(c) for c in called_computations(self._module, instruction)]
             return max(peaks, key=lambda peak: peak.num_bytes, default=Peak(0, ()))
         return Peak(0, ())
+
+    def _origins(self, computation: Computation, held: dict[str, Places]) -> dict[Buffer, str]:
+        """What loops write into buffers that start as plain fillings."""
+        origins: dict[Buffer, str] = {}
+        for loop in computation.instructions:
+            if loop.opcode == "while":
+                body = self._module.computations[loop.called("body")[0]]
+                for index, place in enumerate(held[loop.operands[0]]):
+                    for buffer in place if len(place) == 1 else ():
+                        written = self._written(body, index)
+                        if written and "/" not in origins.get(buffer, buffer.op_name):
+                            origins[buffer] = written
+        return origins
+
+    def _written(self, body: Computation, index: int) -> str:
+        """The jax path of what a loop body passes on at `index`; empty where it is unchanged."""
+        value = body.by_name[body.root.operands[index]]
+        while value.opcode in ("bitcast", "copy"):
+            value = body.by_name[value.operands[0]]
+        if value.opcode != "get-tuple-element":
+            return value.op_name
+        source = body.by_name[value.operands[0]]
+        inner = re.search(r"index=(\d+)", value.attributes)
+        if source.opcode == "while" and inner:
+            nested = self._module.computations[source.called("body")[0]]
+            return self._written(nested, int(inner[1]))
+        return "" if source.opcode == "parameter" else source.op_name
 
     def _places(self, computation: Computation) -> dict[str, Places]:
         held: dict[str, Places] = {}
@@ -112,14 +141,14 @@ class _Holder:
             shape = shape[sum(len(arrays) for arrays in where.operand_arrays(instruction)) :]
         target = self._updated_in_place(where, instruction)
         updated = None if target is None else where.by_name[target].shape[0]
-        places: list[tuple[Buffer, ...]] = []
+        made: list[tuple[Buffer, ...]] = []
         for i, array in enumerate(shape):
             if target is not None and array == updated:
-                places.append(_flat(held[target]))
+                made.append(_flat(held[target]))
             else:
                 name = f"{instruction.name}.{i}"
-                places.append((Buffer(array.num_bytes, name, instruction.op_name, str(array)),))
-        return tuple(places)
+                made.append((Buffer(array.num_bytes, name, instruction.op_name, str(array)),))
+        return tuple(made)
 
     def _updated_in_place(self, where: Computation, instruction: Instruction) -> str | None:
         """The operand that an update writes into, if it is one."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-
 Result = TypeVar("Result")
 
 _TAIL_LINES = 15

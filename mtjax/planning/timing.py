@@ -37,13 +37,13 @@ class Timing:
     """Seconds of one run of a program or a part of it."""
 
     total_s: float = 0.0
-    kernels_s: Counter[str] = field(default_factory=Counter)
+    kernels_s: dict[str, float] = field(default_factory=dict)
     """Time of kernels by kind: gemm, attention, memory."""
-    collectives_s: Counter[str] = field(default_factory=Counter)
+    collectives_s: dict[str, float] = field(default_factory=dict)
     """Time of collectives by the axes they run over, hidden or not."""
-    exposed_s: Counter[str] = field(default_factory=Counter)
+    exposed_s: dict[str, float] = field(default_factory=dict)
     """Time that kernels wait for collectives, by axes."""
-    flops: Counter[str] = field(default_factory=Counter)
+    flops: dict[str, float] = field(default_factory=dict)
     """Matrix-product and attention FLOPs by the dtype that sets their rate."""
     uncounted_loops: int = 0
     """Loops whose trip count is not known: their body is counted once."""
@@ -58,7 +58,7 @@ class Timing:
             (self.flops, other.flops),
         ):
             for key, value in theirs.items():
-                mine[key] += times * value
+                _count(mine, key, times * value)
         self.uncounted_loops += other.uncounted_loops
 
 
@@ -159,7 +159,7 @@ class _Clock:
             if collective is not None:
                 axes = ",".join(collective.axes) or "unknown"
                 seconds = collective_seconds(collective, self._target)
-                timing.collectives_s[axes] += seconds
+                _count(timing.collectives_s, axes, seconds)
                 link_free_s = max(timing.total_s, link_free_s) + seconds
                 if collective.is_async:
                     running[instruction.name] = link_free_s, axes
@@ -174,7 +174,8 @@ class _Clock:
         return timing
 
     def _collective(self, where: Computation, instruction: Instruction) -> Collective | None:
-        inner, site_of, wrappers = instruction, where, ()
+        inner, site_of = instruction, where
+        wrappers: tuple[Instruction, ...] = ()
         if instruction.opcode == "async-start":
             site_of = self._module.computations[instruction.called("calls")[0]]
             wrappers = (instruction,)
@@ -204,12 +205,17 @@ class _Clock:
             if cost is not None:
                 seconds = kernel_seconds(cost, self._target)
                 timing.total_s += seconds
-                timing.kernels_s[cost.kind] += seconds
-                timing.flops.update(cost.flops)
+                _count(timing.kernels_s, cost.kind, seconds)
+                for dtype, flops in cost.flops.items():
+                    _count(timing.flops, dtype, flops)
 
 
 def _wait(timing: Timing, until_s: float, axes: str) -> None:
     late_s = max(0.0, until_s - timing.total_s)
     if late_s > 0:
-        timing.exposed_s[axes] += late_s
+        _count(timing.exposed_s, axes, late_s)
         timing.total_s += late_s
+
+
+def _count(times: dict[str, float], key: str, value: float) -> None:
+    times[key] = times.get(key, 0.0) + value

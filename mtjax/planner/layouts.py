@@ -1,0 +1,88 @@
+"""Layouts that a config could run in on a number of devices."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from mtjax.config import Config, validate
+from mtjax.config.mesh import AXES, MeshConfig
+from mtjax.planner.memory import estimate_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A config with another mesh, and what formulas say of it."""
+
+    config: Config
+    memory_bytes: float
+    """Per device, estimated."""
+    sent_bytes: float
+    """Communication per device and step, estimated."""
+
+    @property
+    def flags(self) -> str:
+        """The command-line options that choose it."""
+        train = f"--train.microbatches {self.config.train.microbatches}"
+        return f"{mesh_flags(self.config.mesh)} {train}"
+
+
+def mesh_flags(mesh: MeshConfig) -> str:
+    """A mesh as command-line options, axes of size 1 included: they may override a recipe."""
+    return " ".join(f"--mesh.{axis} {size}" for axis, size in mesh.sizes.items())
+
+
+def factorisations(num_devices: int, num_axes: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write num_devices as an ordered product of num_axes sizes."""
+    if num_axes == 1:
+        yield (num_devices,)
+        return
+    for size in (n for n in range(1, num_devices + 1) if num_devices % n == 0):
+        for rest in factorisations(num_devices // size, num_axes - 1):
+            yield (size, *rest)
+
+
+def candidates(config: Config, num_devices: int) -> tuple[list[Candidate], int]:
+    """Valid layouts on `num_devices` devices, least communication first, and how many are not.
+
+    The mesh varies. Microbatches stay as they are, or become the most that the batch allows where
+    it has too few rows for them.
+    """
+    found, invalid = [], 0
+    for sizes in factorisations(num_devices, len(AXES)):
+        mesh = MeshConfig(**dict(zip(AXES, sizes, strict=True)))
+        rows = config.train.batch_size // (mesh.data * mesh.fsdp)
+        microbatches = math.gcd(config.train.microbatches, max(rows, 1))
+        train = dataclasses.replace(config.train, microbatches=microbatches)
+        try:
+            other = validate(dataclasses.replace(config, mesh=mesh, train=train))
+        except ValueError:
+            invalid += 1
+            continue
+        memory_bytes = sum(estimate_memory(other).values())
+        found.append(Candidate(other, memory_bytes, sent_bytes(other)))
+    return sorted(found, key=lambda c: c.sent_bytes), invalid
+
+
+def sent_bytes(config: Config) -> float:
+    """Communication of one step by textbook volumes, in the compute dtype of two bytes.
+
+    fsdp: two gathers and one scatter of the weights per microbatch (Rajbhandari et al. 2020).
+    tensor: four gathers and four scatters of the activations per block, recomputation apart
+    (Korthikanti et al. 2022). data: one gather in two bytes and one scatter in four per step.
+    """
+    model, train, mesh = config.model, config.train, config.mesh
+    block = model.embed_dim * (
+        (2 * model.attention.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        + (3 if model.gated else 2) * model.ffn_dim
+    )
+    weights = model.num_layers * block + 2 * model.padded_vocab_size * model.embed_dim
+    tokens = train.batch_size * train.seq_len / (mesh.data * mesh.fsdp)
+
+    def share(size: int) -> float:
+        return (size - 1) / size
+
+    return (
+        share(mesh.fsdp) * 3 * 2 * train.microbatches * weights / mesh.tensor
+        + share(mesh.tensor) * 8 * 2 * model.num_layers * tokens * model.embed_dim
+        + share(mesh.data) * (2 + 4) * weights / (mesh.fsdp * mesh.tensor)
+    )

@@ -1,0 +1,95 @@
+"""Memory of a train step by closed formula: a check on compiled plans, and what prunes a search.
+
+Weights, gradients and optimizer follow Megatron's count (18 bytes per parameter with AdamW, or
+6 + 12/d with the optimizer split over d), saved activations Korthikanti et al. 2022. What one block
+and the loss hold while they work is counted in whole arrays of our own step.
+"""
+
+from mtjax.config import Config
+from mtjax.config.model import ModelConfig
+from mtjax.planning.flops import count_params
+
+_COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_MOMENT_BYTES = {"adamw": 8, "lion": 4, "muon": 4, "sgd": 4, "adafactor": 0}
+"""float32 moments per parameter; those of Adafactor are rows and columns only."""
+
+
+def estimate_memory(config: Config) -> dict[str, float]:
+    """Bytes per device by part, largest moment of the step. The mesh must be resolved."""
+    mesh = config.mesh
+    shards = mesh.fsdp * mesh.tensor
+    params = count_params(config.model) + _padding(config.model)
+    local = params / shards
+    compute = _COMPUTE_BYTES[config.precision]
+    stored = 4 + _MOMENT_BYTES[config.optimizer.name]
+    blocks = local - _table_params(config.model) / shards
+    return {
+        "parameters and optimizer": stored * local / mesh.data,
+        "weights in the compute dtype": compute * local,
+        "gradients": 4 * local,
+        "gradients of one microbatch": compute * blocks,
+        "saved activations": _saved_bytes(config) * config.model.num_layers,
+        "working set": max(_block_bytes(config), _loss_bytes(config)),
+    }
+
+
+def _padding(model: ModelConfig) -> int:
+    tables = 1 if model.tied_embeddings else 2
+    return tables * (model.padded_vocab_size - model.vocab_size) * model.embed_dim
+
+
+def _table_params(model: ModelConfig) -> int:
+    tables = 1 if model.tied_embeddings else 2
+    return tables * model.padded_vocab_size * model.embed_dim
+
+
+def _tokens(config: Config) -> float:
+    """Tokens that pass through a device's layers at a time."""
+    train, mesh = config.train, config.mesh
+    return train.batch_size * train.seq_len / train.microbatches / mesh.data / mesh.fsdp
+
+
+def _saved_bytes(config: Config) -> float:
+    """What one block keeps for its backward pass: always its input, 2sbh/t bytes in bf16."""
+    model, train, tensor = config.model, config.train, config.mesh.tensor
+    heads = (model.attention.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    width = model.attention.num_heads * model.head_dim
+    gates = 2 if model.gated else 1
+    sizes = {
+        "qkv": heads,
+        "attention_out": width,
+        "ffn_in": gates * model.ffn_dim,
+        "block_out": 2 * model.embed_dim,
+    }
+    if train.remat == "full":
+        kept = 0.0
+    elif train.remat == "selective":
+        kept = sum(sizes.get(name, 0) for name in train.remat_save)
+    else:
+        # Nothing is recomputed: also the inputs of all four products, gathered.
+        kept = sum(sizes.values()) + model.ffn_dim + 2 * model.embed_dim * tensor
+    per_token = (model.embed_dim + kept) / tensor
+    return _tokens(config) * per_token * _COMPUTE_BYTES[config.precision]
+
+
+def _block_bytes(config: Config) -> float:
+    """A block's backward pass, beside the float32 gradient of the output table that waits."""
+    model, mesh = config.model, config.mesh
+    tokens, compute = _tokens(config), _COMPUTE_BYTES[config.precision]
+    heads = (model.attention.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    # Gate, up, their product and two cotangents; block input, normed input and two cotangents.
+    mlp = tokens * (5 * model.ffn_dim / mesh.tensor + 4 * model.embed_dim)
+    # Input and cotangent, each with a transpose, and the input gradients of query, key and value.
+    attention = tokens * (7 * model.embed_dim + 2 * heads / mesh.tensor)
+    table = 4 * model.padded_vocab_size * model.embed_dim / mesh.tensor
+    return compute * max(mlp, attention) + table
+
+
+def _loss_bytes(config: Config) -> float:
+    """The loss: table and its float32 gradient, one chunk of logits twice, two hidden states."""
+    model, train, mesh = config.model, config.train, config.mesh
+    tokens, compute = _tokens(config), _COMPUTE_BYTES[config.precision]
+    chunk = tokens / train.seq_len * min(train.loss_chunk, train.seq_len)
+    vocab = model.padded_vocab_size / mesh.tensor
+    logits = 2 * compute * chunk * vocab
+    return (4 + compute) * vocab * model.embed_dim + logits + 2 * compute * tokens * model.embed_dim
