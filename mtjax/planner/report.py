@@ -1,10 +1,11 @@
 """What a compiled train step does on a target, as one record to print, save and draw."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.planner.program import ParamRow, StepProgram
 from mtjax.planning.flops import count_params, flops_per_token
-from mtjax.planning.hlo import Collective, Gemm
+from mtjax.planning.hlo import Collective, Gemm, ProgramSummary
 from mtjax.planning.liveness import peak_temporaries
 from mtjax.planning.targets import Target
 from mtjax.planning.timing import ASSUMPTIONS, Timing, estimate
@@ -272,18 +273,23 @@ def _compute(step: StepProgram, model_flops: float, timing: Timing | None) -> Co
         hardware_flops=sum(by_dtype.values()),
         by_dtype=_largest_first(by_dtype),
         asked_flops=sum(step.asked_flops.values()),
-        warnings=_expansions(step),
+        warnings=expansions(summary, step.asked_flops),
     )
 
 
-def _expansions(step: StepProgram) -> tuple[str, ...]:
-    """Products that do more than was asked for, ragged ones apart from plain ones."""
+def expansions(summary: ProgramSummary, asked_flops: Mapping[str, float]) -> tuple[str, ...]:
+    """Warnings about products that do more than was asked for, ragged ones apart from plain ones.
+
+    Args:
+        summary: of the compiled program.
+        asked_flops: as `mtjax.planning.asked.asked_flops` gives them.
+    """
     done: dict[str, list[Gemm]] = {"dot_general": [], "ragged_dot_general": []}
-    for gemm in step.program.summary.all_gemms:
+    for gemm in summary.all_gemms:
         done["ragged_dot_general" if "ragged_dot" in gemm.op_name else "dot_general"].append(gemm)
     warnings = []
     for primitive, gemms in done.items():
-        asked, flops = step.asked_flops.get(primitive, 0.0), sum(g.flops for g in gemms)
+        asked, flops = asked_flops.get(primitive, 0.0), sum(g.flops for g in gemms)
         if flops > _EXPANDED_RATIO * asked:
             largest = max(gemms, key=lambda gemm: gemm.flops)
             reason = "expanded over all groups" if "ragged" in primitive else "replicated or padded"

@@ -1,0 +1,257 @@
+"""The plan command on small models: what it reports, saves and refuses."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mtjax.cli import main
+from mtjax.config import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    validate,
+)
+from mtjax.planner import place as place_module
+from mtjax.planner.changes import smaller, try_changes
+from mtjax.planner.layouts import candidates, factorisations
+from mtjax.planner.memory import estimate_memory
+from mtjax.planner.page import to_html
+from mtjax.planner.place import Place, parse_place
+from mtjax.planner.program import StepProgram, build_step, compile_step_for
+from mtjax.planner.report import Plan, expansions, make_plan
+from mtjax.planner.search import ranking_text, search_layouts
+from mtjax.planner.text import changes_text, to_json, to_text
+from mtjax.planning.asked import asked_flops
+from mtjax.planning.compile import compile_for
+from mtjax.planning.gpus import GPUS
+from mtjax.planning.subprocess_compile import CompileFailed
+from mtjax.planning.targets import Target, parse_target
+
+LAYERS, EMBED, FFN, HEADS, VOCAB, SEQ, BATCH = 4, 256, 1024, 8, 1024, 512, 16
+BASE = Config(
+    model=ModelConfig(
+        vocab_size=VOCAB - 24,
+        embed_dim=EMBED,
+        num_layers=LAYERS,
+        ffn_dim=FFN,
+        attention=AttentionConfig(num_heads=HEADS, head_dim=32),
+    ),
+    data=DataConfig(separate_documents=False),
+    train=TrainConfig(seq_len=SEQ, batch_size=BATCH, microbatches=2, remat="full"),
+)
+PARAMS = LAYERS * (4 * EMBED * EMBED + 3 * EMBED * FFN) + 2 * VOCAB * EMBED + 9 * EMBED
+H200 = parse_target("h200:1x8")
+
+
+def on_mesh(**sizes):
+    return validate(dataclasses.replace(BASE, mesh=MeshConfig(**sizes)))
+
+
+@pytest.fixture(scope="module")
+def step(h200_mesh):
+    return build_step(on_mesh(data=8), H200)
+
+
+@pytest.fixture(scope="module")
+def plan(step) -> Plan:
+    return make_plan(step, H200, "small")
+
+
+def test_the_layout_counts_parameters_and_padding(plan):
+    assert plan.layout.params == PARAMS - 2 * 24 * EMBED
+    assert plan.layout.padding_params == 2 * 24 * EMBED
+    assert plan.layout.params_per_device == PARAMS
+    assert plan.layout.mesh == {"data": 8}
+
+
+def test_plain_data_parallelism_has_the_textbook_volume(step):
+    # ZeRO-1 (Rajbhandari et al. 2020): weights out in bf16, gradients in as float32, once.
+    volume = (2 + 4) * PARAMS * 7 / 8
+    assert step.program.summary.wire_bytes("data") == pytest.approx(volume, rel=0.05)
+
+
+def test_json_holds_every_number(plan):
+    record = json.loads(to_json(plan))
+    assert record["memory"]["total_bytes"] == plan.memory.total_bytes
+    assert record["memory"]["fits"] is True
+    assert record["time"]["step_s"] == plan.time.step_s
+    assert {row["kind"] for row in record["traffic"]} >= {"all-gather", "reduce-scatter"}
+
+
+def test_text_says_what_a_user_asks_first(plan):
+    text = to_text(plan)
+    assert text.startswith("small on h200:1x8\nLayout: data=8 on 8 devices, 2 microbatches")
+    assert "fits in 139.0 GiB" in text and "of padding" in text
+    assert "Time: at least" in text and "no latency and no contention" in text
+
+
+def test_the_page_is_one_file_with_pictures(plan):
+    page = to_html(plan)
+    assert page.count("<svg") == 2 and "http" not in page.split("</style>")[1].split("<svg")[0]
+    assert 'src="' not in page and "<link" not in page
+    assert "<h1>small on h200:1x8</h1>" in page
+
+
+def test_the_formula_of_memory_follows_megatron():
+    # 18 bytes per parameter; 6 + 12 / d with the optimizer split over d (ZeRO-1).
+    for data, bytes_per_param in ((1, 18), (8, 6 + 12 / 8)):
+        parts = estimate_memory(on_mesh(data=data))
+        state = sum(
+            parts[name]
+            for name in ("parameters and optimizer", "weights in the compute dtype", "gradients")
+        )
+        assert state == pytest.approx(bytes_per_param * PARAMS, rel=0.002)
+    # Korthikanti et al. 2022: full recomputation keeps 2sbh per layer.
+    saved = estimate_memory(on_mesh())["saved activations"]
+    assert saved == 2 * SEQ * (BATCH / 2) * EMBED * LAYERS
+
+
+def small_gpu(gib):
+    gpu = dataclasses.replace(GPUS["h200"], name="small", memory_bytes=int(gib * 2**30))
+    return Place(Target(gpu, 1, 8), 8, virtual=False)
+
+
+def test_a_step_that_does_not_fit_is_told_what_helps(h200_mesh):
+    place = small_gpu(2.05)
+    config = place.resolve(dataclasses.replace(on_mesh(data=8)))
+    found = make_plan(build_step(config, place.devices), place.target)
+    assert found.memory.fits is False and found.memory.headroom_bytes < 0
+    changes = try_changes(config, place, 2, 300)
+    assert len(changes) == 2
+    assert all(change.total_bytes < found.memory.total_bytes for change in changes)
+    assert any("--mesh.fsdp 2" in flags for flags, _ in smaller(config, place))
+    text = changes_text(dataclasses.replace(found, changes=changes))
+    assert changes[0].flags in text and "does not fit" in to_text(found)
+
+
+def test_every_mesh_of_the_devices_is_a_candidate_or_counted():
+    assert len(list(factorisations(8, 3))) == 10
+    found, invalid = candidates(BASE, 8)
+    assert len(found) + invalid == len(list(factorisations(8, len(BASE.mesh.sizes))))
+    # One row per device and microbatch is left, so accumulation must end.
+    assert {c.config.train.microbatches for c in found} == {2}
+    assert all(c.config.mesh.resolve(8) for c in found)
+    assert found == sorted(found, key=lambda c: c.sent_bytes)
+
+
+def test_a_search_ranks_what_fits_and_prints_the_command(h200_mesh):
+    ranking = search_layouts(BASE, small_gpu(80), max_compiles=2, time_limit_s=300)
+    assert len(ranking.tried) == 2 and not ranking.failed
+    times = [found.time.step_s for _, found in ranking.tried]
+    assert times == sorted(times)
+    text = ranking_text(ranking, "python launch.py --config small")
+    best = ranking.tried[0][0]
+    assert f"python launch.py --config small {best.flags}" in text
+    assert "not tried" in text and "--max-compiles" in text
+
+
+def test_a_search_leaves_out_what_is_far_too_large():
+    ranking = search_layouts(BASE, small_gpu(2.0001), max_compiles=2, time_limit_s=300)
+    assert not ranking.tried and ranking.too_large
+    text = ranking_text(ranking, "train")
+    assert "layouts left out: by formula" in text and "nothing fits" in text
+
+
+def test_cpu_devices_give_the_same_report_marked_as_such():
+    place = parse_place("cpu:8")
+    step = compile_step_for(on_mesh(fsdp=8), place.devices, 300)
+    found = make_plan(step, place.target, "small", place.notes)
+    assert found.target == "cpu:8" and found.time is None and found.memory.fits is None
+    text = to_text(found)
+    assert "virtual CPU devices" in text and "no device memory to compare with" in text
+    assert {row.axes for row in found.traffic} >= {"fsdp"}
+    assert found.compute.hardware_flops > found.compute.model_flops
+
+
+def test_without_the_plugin_a_target_is_planned_on_cpu_devices_and_says_so(monkeypatch):
+    from mtjax.planning import compile as compile_module
+
+    reason = "no plugin; install it"
+    monkeypatch.setattr(compile_module, "cuda_plugin_missing", lambda: reason)
+    place = place_module.parse_place("h200:1x8")
+    assert place.devices == 8 and place.target is not None
+    assert reason in place.notes[0] and "h200:1x8" in place.notes[0]
+    assert place.capacity_bytes > 100 * 2**30
+
+
+def test_an_expanded_ragged_product_is_named(h200_mesh):
+    def experts(x, w, sizes):
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    args = (
+        jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8, 256, 512), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
+    )
+    jaxpr = jax.jit(experts).trace(*args).jaxpr
+    asked = asked_flops(jaxpr, 1)
+    assert asked == {"dot_general": 0.0, "ragged_dot_general": 2 * 4096 * 256 * 512}
+    program = compile_for(h200_mesh(fsdp=1), experts, *args)
+    (warning,) = expansions(program.summary, asked)
+    assert warning.startswith("ragged_dot_general: 8.0 x the FLOPs")
+
+
+def test_asked_flops_multiply_loops_and_divide_by_devices():
+    def f(x, w):
+        return jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=5)[0]
+
+    x, w = jnp.zeros((8, 16)), jnp.zeros((16, 16))
+    jaxpr = jax.make_jaxpr(f)(x, w)
+    assert asked_flops(jaxpr, 4)["dot_general"] == 5 * 2 * 8 * 16 * 16 / 4
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ([], "--target: got none"),
+        (["--target", "h201:1x8"], "did you mean h200?"),
+        (["--target", "h200:0x8"], "expected <hosts>x<GPUs per host>"),
+        (["--target", "h200:1x16"], "at most 8 for h200; write for example h200:2x8"),
+        (["--target", "cpu:"], "expected cpu:<devices>"),
+        (["--target", "gpu.toml:1x8"], "can't read 'gpu.toml'"),
+        (["--target", "h200:4x8", "--mesh.fsdp", "8"], "expected to use the 32 of h200:4x8"),
+        (["--target", "h200:1x8", "--max-compiles", "0"], "expected positive numbers"),
+        (["--target", "h200:1x8", "--mesh.fsdp", "3", "--mesh.data", "-1"], "mesh"),
+    ],
+)
+def test_bad_input_is_named_before_anything_compiles(args, text, capsys, tmp_path):
+    argv = ["plan", "--config", "tiny_gpt", *args, "--run.directory", str(tmp_path)]
+    assert main(argv) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_compile_that_runs_out_of_time_is_an_error_and_not_a_hang():
+    with pytest.raises(CompileFailed, match=r"still compiling after 0\.5 s"):
+        compile_step_for(on_mesh(fsdp=8), 8, 0.5)
+
+
+def test_the_command_saves_json_and_page(tmp_path, capsys):
+    argv = ["plan", "--config", "tiny_gpt", "--target", "cpu:2", "--mesh.data", "2"]
+    argv += ["--model.num-layers", "1", "--train.seq-len", "64"]
+    assert main([*argv, "--output", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["target"] == "cpu:2"
+    assert "<svg" in (tmp_path / "plan.html").read_text()
+    assert f"saved: {tmp_path / 'plan.json'}" in capsys.readouterr().out
+
+
+def test_the_step_of_a_plan_travels_between_processes_without_its_executable(step):
+    import pickle
+
+    again: StepProgram = pickle.loads(pickle.dumps(step))
+    assert again.program.executable is None and again.program.hlo == step.program.hlo
+    assert again.param_rows == step.param_rows
+
+
+def test_a_run_folder_takes_the_plan_by_default(tmp_path):
+    config = dataclasses.replace(BASE, run=RunConfig(directory=str(tmp_path / "run")))
+    from mtjax.planner.command import plan as plan_command
+
+    assert plan_command(config, "cpu:1", 300, "") == 0
+    assert (tmp_path / "run" / "plan" / "plan.html").exists()
