@@ -1,14 +1,14 @@
 """The configuration of a run: one frozen dataclass per concern, checked before any device."""
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from mtjax.config.check import require
+from mtjax.config.check import config_class, require
 from mtjax.config.checkpoint import CheckpointConfig
 from mtjax.config.data import DataConfig
 from mtjax.config.mesh import MeshConfig
 from mtjax.config.model import AttentionConfig, ModelConfig, RopeConfig
-from mtjax.config.run import RunConfig
+from mtjax.config.run import DistributedConfig, FaultConfig, MetricsConfig, RunConfig
 from mtjax.config.training import (
     BatchRampConfig,
     LossScaleConfig,
@@ -24,8 +24,11 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DistributedConfig",
+    "FaultConfig",
     "LossScaleConfig",
     "MeshConfig",
+    "MetricsConfig",
     "ModelConfig",
     "OptimizerConfig",
     "RopeConfig",
@@ -37,7 +40,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class("")
 class Config:
     """Everything that defines a run."""
 

@@ -1,12 +1,11 @@
 """When checkpoints are written, how many are kept, and how a run resumes."""
 
-import dataclasses
 from typing import Literal
 
-from mtjax.config.check import require
+from mtjax.config.check import config_class, require
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@config_class("checkpoint")
 class CheckpointConfig:
     """Checkpoints of one run; they live in `<run.directory>/checkpoints`."""
 
@@ -46,8 +45,12 @@ class CheckpointConfig:
         _require(self.keep_every_steps >= 0, "keep_every_steps", self.keep_every_steps, "0 or more")
         _require(self.restore_step >= 0, "restore_step", self.restore_step, "0 or more")
         _require(self.timeout_s >= 1, "timeout_s", self.timeout_s, "1 or more")
-        modes = ("auto", "never", "must")
-        _require(self.resume in modes, "resume", self.resume, f"one of {', '.join(modes)}")
+        _require(
+            self.every_steps == 0 or self.keep_every_steps % self.every_steps == 0,
+            "keep_every_steps",
+            self.keep_every_steps,
+            f"a multiple of checkpoint.every_steps ({self.every_steps}), where saves happen",
+        )
         if self.restore_step and self.resume == "never":
             raise ValueError(
                 f"checkpoint.restore_step is {self.restore_step} while checkpoint.resume is "

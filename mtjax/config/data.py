@@ -2,10 +2,9 @@
 
 import itertools
 import re
-from dataclasses import dataclass
 from typing import Literal
 
-from mtjax.config.check import require
+from mtjax.config.check import config_class, require, require_defaults
 
 SourceName = Literal["text", "jsonl", "parquet", "indexed"]
 TokenizerName = Literal["bytes", "huggingface", "sentencepiece", "tiktoken"]
@@ -42,16 +41,33 @@ def split_bounds(split: str) -> list[tuple[float, float]]:
     return list(itertools.pairwise(edges))
 
 
-def _check_tokenizer(name: str, tokenizer: str, tokenizer_path: str) -> None:
-    needs_path = tokenizer != "bytes"
+def _check_tokenizer(prefix: str, config: "DataConfig | PrepareConfig") -> None:
+    needs_path = config.tokenizer != "bytes"
     expected = "a file" if needs_path else "empty, since bytes needs no file"
-    fix = f"set {name}.tokenizer_path, or choose another {name}.tokenizer"
     require(
-        bool(tokenizer_path) == needs_path, f"{name}.tokenizer_path", tokenizer_path, expected, fix
+        bool(config.tokenizer_path) == needs_path,
+        f"{prefix}tokenizer_path",
+        config.tokenizer_path,
+        expected,
+        f"set {prefix}tokenizer_path, or choose another {prefix}tokenizer",
+    )
+    require(
+        needs_path or not config.eod_token,
+        f"{prefix}eod_token",
+        config.eod_token,
+        "empty, since bytes has its own end of document",
+        "drop it",
+    )
+    require(
+        config.source in ("jsonl", "parquet") or config.text_field == "text",
+        f"{prefix}text_field",
+        config.text_field,
+        f"the default, because source {config.source} has no fields",
+        "drop it",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class("data")
 class DataConfig:
     """Training and evaluation data."""
 
@@ -120,7 +136,11 @@ class DataConfig:
             "leave out the paths you do not want",
         )
         require(bool(self.text_field), "data.text_field", self.text_field, "a name", "set it")
-        _check_tokenizer("data", self.tokenizer, self.tokenizer_path)
+        _check_tokenizer("data.", self)
+        if self.packing != "first_fit":
+            require_defaults(self, "data", ["packing_bins"], f"data.packing is {self.packing!r}")
+        if self.source != "indexed":
+            require_defaults(self, "data", ["scan_tokens"], f"data.source is {self.source!r}")
         split_bounds(self.split)
         for name, least in (("packing_bins", 1), ("prefetch", 0)):
             value = getattr(self, name)
@@ -158,7 +178,7 @@ class DataConfig:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class("")
 class PrepareConfig:
     """Tokenise a corpus into a Megatron .bin/.idx pair."""
 
@@ -186,4 +206,4 @@ class PrepareConfig:
         require(bool(self.output), "output", self.output, "a path prefix", "name one")
         require(bool(self.text_field), "text_field", self.text_field, "a name", "set it")
         require(self.workers >= 1, "workers", self.workers, "1 or more", "raise it")
-        _check_tokenizer("prepare", self.tokenizer, self.tokenizer_path)
+        _check_tokenizer("", self)

@@ -5,11 +5,13 @@ import difflib
 import math
 from dataclasses import dataclass
 
+from mtjax.config.check import config_class
+
 AXES = ("data", "fsdp", "tensor")
 """Mesh axes, outermost first: tensor innermost, on the fastest links."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class("mesh")
 class MeshConfig:
     """Sizes of the mesh axes; their product is the number of devices."""
 

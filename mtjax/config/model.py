@@ -1,10 +1,10 @@
 """What the network is. Every field changes the mathematics of the model, none its layout."""
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from mtjax.config.check import require
+from mtjax.config.check import config_class, require, require_defaults
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2"]
@@ -13,7 +13,16 @@ AttentionBackend = Literal["auto", "xla", "cudnn"]
 GATED_ACTIVATIONS = ("swiglu", "geglu")
 
 
-@dataclass(frozen=True, kw_only=True)
+_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_positions", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_positions", "beta_fast", "beta_slow"),
+}
+"""Which fields each scaling reads; setting another is an error."""
+
+
+@config_class("model.rope")
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), half-split layout."""
 
@@ -35,28 +44,33 @@ class RopeConfig:
     """yarn: dimensions that turn less often than this are divided by the factor."""
 
     def __post_init__(self) -> None:
-        require(self.theta > 0, "rope.theta", self.theta, "a positive number", "try 10000")
-        if self.scaling == "none":
+        require(self.theta > 0, "model.rope.theta", self.theta, "a positive number", "try 10000")
+        read = _ROPE_FIELDS[self.scaling]
+        others = {name for names in _ROPE_FIELDS.values() for name in names} - set(read)
+        condition = f"model.rope.scaling is {self.scaling!r}"
+        require_defaults(self, "model.rope", sorted(others), condition)
+        if self.scaling != "none":
+            fix = "raise it, or set model.rope.scaling to none"
+            require(self.factor > 1, "model.rope.factor", self.factor, "more than 1", fix)
+        original = self.original_max_positions
+        require(
+            original > 0,
+            "model.rope.original_max_positions",
+            original,
+            "a positive number of tokens",
+            "take the context length of the first training",
+        )
+        for more, less in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
             require(
-                self.factor == 1.0,
-                "rope.factor",
-                self.factor,
-                "1.0 while rope.scaling is 'none'",
-                "set rope.scaling to linear, llama3 or yarn, or leave the factor at 1",
-            )
-        else:
-            require(self.factor >= 1, "rope.factor", self.factor, "at least 1", "raise it")
-        if self.scaling == "llama3":
-            require(
-                self.high_freq_factor > self.low_freq_factor,
-                "rope.high_freq_factor",
-                self.high_freq_factor,
-                f"more than rope.low_freq_factor ({self.low_freq_factor})",
-                "raise it",
+                getattr(self, more) > getattr(self, less) > 0,
+                f"model.rope.{more}",
+                getattr(self, more),
+                f"more than {less} ({getattr(self, less)}), which is positive",
+                "change one of them",
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class("model.attention")
 class AttentionConfig:
     """Softmax attention; fewer key/value heads than query heads make it grouped-query."""
 
@@ -85,10 +99,19 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         kv = self.num_kv_heads
-        require(self.num_heads > 0, "attention.num_heads", self.num_heads, "> 0", "raise it")
+        require(self.num_heads > 0, "model.attention.num_heads", self.num_heads, "> 0", "raise it")
+        for name in ("head_dim", "logit_softcap", "scale"):
+            value = getattr(self, name)
+            require(
+                value is None or value > 0,
+                f"model.attention.{name}",
+                value,
+                "a positive number or None",
+                "leave it out for the default",
+            )
         require(
             kv is None or (kv > 0 and self.num_heads % kv == 0),
-            "attention.num_kv_heads",
+            "model.attention.num_kv_heads",
             kv,
             f"a divisor of num_heads ({self.num_heads})",
             "take one of "
@@ -96,29 +119,21 @@ class AttentionConfig:
         )
         require(
             all(w >= 0 for w in self.windows),
-            "attention.windows",
+            "model.attention.windows",
             self.windows,
             "window sizes of at least 0",
             "use 0 for full attention",
         )
         require(
             0 <= self.dropout < 1,
-            "attention.dropout",
+            "model.attention.dropout",
             self.dropout,
             "a share in [0, 1)",
             "0 turns it off",
         )
-        cap = self.logit_softcap
-        require(
-            cap is None or cap > 0,
-            "attention.logit_softcap",
-            cap,
-            "a positive number",
-            "None turns it off",
-        )
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class("model")
 class ModelConfig:
     """A decoder-only transformer."""
 
@@ -169,6 +184,9 @@ class ModelConfig:
         for name in ("vocab_size", "vocab_multiple", "embed_dim", "num_layers", "ffn_dim"):
             value = getattr(self, name)
             require(value > 0, f"model.{name}", value, "a positive integer", "raise it")
+        for name in ("norm_epsilon", "init_std"):
+            value = getattr(self, name)
+            require(value > 0, f"model.{name}", value, "a positive number", "raise it")
         attention = self.attention
         require(
             attention.head_dim is not None or self.embed_dim % attention.num_heads == 0,
@@ -179,7 +197,7 @@ class ModelConfig:
         )
         require(
             self.position != "rope" or self.head_dim % 2 == 0,
-            "attention.head_dim",
+            "model.attention.head_dim",
             self.head_dim,
             "an even number while position is 'rope'",
             "change head_dim or position",

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Literal
 
-from mtjax.config.check import require
+from mtjax.config.check import config_class, require, require_defaults
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@config_class("run.metrics")
 class MetricsConfig:
     """Who receives the metrics; JSONL is always written."""
 
@@ -30,16 +30,15 @@ class MetricsConfig:
 
     def __post_init__(self) -> None:
         _require(self.every_steps >= 1, "metrics.every_steps", self.every_steps, "1 or more")
-        modes = ("auto", "bar", "lines", "off")
-        expected = f"one of {', '.join(modes)}"
-        _require(self.progress in modes, "metrics.progress", self.progress, expected)
+        if not self.wandb:
+            require_defaults(self, "run.metrics", ["wandb_project"], "run.metrics.wandb is off")
         if self.wandb and not self.wandb_project:
             raise ValueError(
                 "run.metrics.wandb_project is empty, expected a name: set it, or turn wandb off"
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@config_class("run.faults")
 class FaultConfig:
     """What happens on a bad loss, a hang, or a lost peer."""
 
@@ -66,18 +65,22 @@ class FaultConfig:
     """The same limit before the first step ends: loading and compiling count into it."""
 
     def __post_init__(self) -> None:
-        modes = ("stop", "skip")
-        expected = f"one of {', '.join(modes)}"
-        _require(self.on_bad_step in modes, "faults.on_bad_step", self.on_bad_step, expected)
         ratio_ok = self.spike_ratio == 0 or self.spike_ratio > 1
         _require(ratio_ok, "faults.spike_ratio", self.spike_ratio, "0 or above 1")
         _require(self.spike_window >= 2, "faults.spike_window", self.spike_window, "2 or more")
         _require(self.max_skipped >= 0, "faults.max_skipped", self.max_skipped, "0 or more")
         for field in ("watchdog_timeout_s", "watchdog_startup_s"):
-            _require(getattr(self, field) >= 0, f"faults.{field}", getattr(self, field), ">= 0")
+            value = getattr(self, field)
+            _require(value == 0 or value >= 1, f"faults.{field}", value, "0 or at least 1 second")
+        if self.on_bad_step != "skip":
+            condition = f"run.faults.on_bad_step is {self.on_bad_step!r}"
+            require_defaults(self, "run.faults", ["max_skipped"], condition)
+        if self.spike_ratio == 0:
+            condition = "run.faults.spike_ratio is 0"
+            require_defaults(self, "run.faults", ["spike_window"], condition)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@config_class("run.distributed")
 class DistributedConfig:
     """How the processes of a run find each other (`jax.distributed`)."""
 
@@ -101,8 +104,10 @@ class DistributedConfig:
     """Seconds without a sign of life after which a process counts as dead and the others end."""
 
     def __post_init__(self) -> None:
-        modes = ("off", "explicit", "auto")
-        _require(self.mode in modes, "distributed.mode", self.mode, f"one of {', '.join(modes)}")
+        if self.mode != "explicit":
+            names = ("coordinator", "num_processes", "process_id")
+            condition = f"run.distributed.mode is {self.mode!r} and not 'explicit'"
+            require_defaults(self, "run.distributed", names, condition)
         _require(self.timeout_s >= 1, "distributed.timeout_s", self.timeout_s, "1 or more")
         _require(
             self.heartbeat_timeout_s >= 2,
@@ -116,7 +121,7 @@ class DistributedConfig:
     def _check_explicit(self) -> None:
         host, _, port = self.coordinator.rpartition(":")
         _require(
-            bool(host) and port.isdigit(),
+            bool(host) and port.isdigit() and 0 < int(port) < 2**16,
             "distributed.coordinator",
             self.coordinator,
             "host:port of process 0, such as 10.0.0.1:1234",
@@ -131,7 +136,7 @@ class DistributedConfig:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@config_class("run")
 class RunConfig:
     """One run: its folder and everything around the training step."""
 

@@ -1,11 +1,9 @@
 """How text is drawn from a model."""
 
-from dataclasses import dataclass
-
-from mtjax.config.check import require
+from mtjax.config.check import config_class, require
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class("")
 class SamplingConfig:
     """How the next token is drawn."""
 

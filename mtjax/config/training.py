@@ -1,10 +1,9 @@
 """How the model is trained: steps and batches, optimizer, schedule, numerics."""
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from mtjax.config.check import require
+from mtjax.config.check import config_class, require, require_defaults
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"]
@@ -14,7 +13,7 @@ SAVEABLE_TENSORS = ("qkv", "attention_out", "ffn_in", "block_out")
 """Names that a block gives to the tensors that remat=selective may keep."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class("optimizer.schedule")
 class ScheduleConfig:
     """Learning-rate schedule; the peak is optimizer.learning_rate."""
 
@@ -32,20 +31,35 @@ class ScheduleConfig:
     """wsd: share of decay_steps spent in the last, linear descent (Hu et al. 2024)."""
 
     def __post_init__(self) -> None:
+        prefix = "optimizer.schedule"
         require(
-            self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, ">= 0", "raise it"
+            self.warmup_steps >= 0, f"{prefix}.warmup_steps", self.warmup_steps, ">= 0", "raise it"
         )
         for name in ("warmup_init_ratio", "final_ratio", "wsd_decay_ratio"):
             value = getattr(self, name)
-            require(0 <= value <= 1, f"schedule.{name}", value, "a share in [0, 1]", "change it")
+            require(0 <= value <= 1, f"{prefix}.{name}", value, "a share in [0, 1]", "change it")
+        read = SCHEDULE_FIELDS[self.name]
+        others = sorted({n for names in SCHEDULE_FIELDS.values() for n in names} - set(read))
+        require_defaults(self, prefix, others, f"{prefix}.name is {self.name!r}")
+        if self.warmup_steps == 0:
+            require_defaults(self, prefix, ["warmup_init_ratio"], "there is no warm-up")
         require(
             self.decay_steps is None or self.decay_steps > self.warmup_steps,
-            "schedule.decay_steps",
+            f"{prefix}.decay_steps",
             self.decay_steps,
             f"more than warmup_steps ({self.warmup_steps})",
             "lengthen the decay or shorten the warm-up",
         )
 
+
+SCHEDULE_FIELDS: dict[str, tuple[str, ...]] = {
+    "constant": (),
+    "linear": ("decay_steps", "final_ratio"),
+    "cosine": ("decay_steps", "final_ratio"),
+    "wsd": ("decay_steps", "final_ratio", "wsd_decay_ratio"),
+    "inverse_sqrt": (),
+}
+"""Which of the specific fields each schedule reads; setting another is an error."""
 
 OPTIMIZER_FIELDS: dict[str, tuple[str, ...]] = {
     "adamw": ("beta1", "beta2", "epsilon"),
@@ -57,7 +71,7 @@ OPTIMIZER_FIELDS: dict[str, tuple[str, ...]] = {
 """Which of the specific fields each optimizer reads; setting another is an error."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class("optimizer")
 class OptimizerConfig:
     """Optimizer by optax, with decoupled weight decay on matrices."""
 
@@ -86,15 +100,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         read = OPTIMIZER_FIELDS[self.name]
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        for name in {n for names in OPTIMIZER_FIELDS.values() for n in names} - set(read):
-            require(
-                getattr(self, name) == defaults[name],
-                f"optimizer.{name}",
-                getattr(self, name),
-                f"the default, because {self.name} has no such setting",
-                f"drop it or choose another optimizer; {self.name} reads {', '.join(read)}",
-            )
+        others = sorted({n for names in OPTIMIZER_FIELDS.values() for n in names} - set(read))
+        condition = f"optimizer.name is {self.name!r}, which reads {', '.join(read)}"
+        require_defaults(self, "optimizer", others, condition)
         require(
             self.learning_rate > 0,
             "optimizer.learning_rate",
@@ -109,12 +117,17 @@ class OptimizerConfig:
             "a positive number",
             "None turns clipping off",
         )
+        for name in ("weight_decay", "epsilon"):
+            value = getattr(self, name)
+            require(value >= 0, f"optimizer.{name}", value, "at least 0", "raise it")
+        decay = self.beta2_decay
+        require(0 < decay <= 1, "optimizer.beta2_decay", decay, "in (0, 1]", "try 0.8")
         for name in ("beta1", "beta2", "momentum"):
             value = getattr(self, name)
             require(0 <= value < 1, f"optimizer.{name}", value, "in [0, 1)", "try 0.9")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class("loss_scale")
 class LossScaleConfig:
     """Dynamic loss scaling, used by precision fp16 (Micikevicius et al. 2018)."""
 
@@ -142,7 +155,7 @@ class LossScaleConfig:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class("train.batch_ramp")
 class BatchRampConfig:
     """Batch-size ramp: start small, grow by equal increments until train.batch_size."""
 
@@ -165,7 +178,7 @@ class BatchRampConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class("train")
 class TrainConfig:
     """Length and shape of the training."""
 
@@ -206,7 +219,10 @@ class TrainConfig:
         for name in ("steps", "batch_size", "seq_len", "microbatches", "loss_chunk"):
             value = getattr(self, name)
             require(value > 0, f"train.{name}", value, "a positive integer", "raise it")
-        for name in ("eval_every", "eval_batches", "sample_tokens", "seed", "z_loss"):
+        require(
+            0 <= self.seed < 2**32, "train.seed", self.seed, "in [0, 2**32)", "take a smaller one"
+        )
+        for name in ("eval_every", "eval_batches", "sample_tokens", "z_loss"):
             value = getattr(self, name)
             require(value >= 0, f"train.{name}", value, "at least 0", "raise it")
         require(

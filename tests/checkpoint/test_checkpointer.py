@@ -84,7 +84,7 @@ def test_params_alone_need_only_the_model_config_to_match(saved, toy):
 
 def test_only_the_newest_and_the_multiples_are_kept(tmp_path, toy):
     state = {"x": toy.state(toy.mesh(1, 1))["step"]}
-    with checkpointer(tmp_path, keep=2, keep_every_steps=20) as writer:
+    with checkpointer(tmp_path, keep=2, every_steps=10, keep_every_steps=20) as writer:
         for step in range(10, 70, 10):
             writer.save(step, state, {})
     assert writer.steps() == [20, 40, 50, 60]

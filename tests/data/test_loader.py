@@ -24,7 +24,8 @@ def prefix(tmp_path_factory):
 @pytest.fixture(scope="module")
 def config(prefix):
     def build(packing="concat", **fields):
-        settings = {"split": "1", "packing_bins": 4, "prefetch": 0} | fields
+        bins = {"packing_bins": 4} if packing == "first_fit" else {}
+        settings = {"split": "1", "prefetch": 0} | bins | fields
         return DataConfig(source="indexed", paths=(prefix,), packing=packing, **settings)
 
     return build
