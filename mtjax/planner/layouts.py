@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mtjax.config import Config, validate
 from mtjax.config.mesh import AXES, MeshConfig
-from mtjax.planner.memory import estimate_memory
+from mtjax.planner.memory import estimate_memory, padded_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +71,7 @@ def sent_bytes(config: Config) -> float:
     (Korthikanti et al. 2022). data: one gather in two bytes and one scatter in four per step.
     """
     model, train, mesh = config.model, config.train, config.mesh
-    block = model.embed_dim * (
-        (2 * model.attention.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        + (3 if model.gated else 2) * model.ffn_dim
-    )
-    weights = model.num_layers * block + 2 * model.padded_vocab_size * model.embed_dim
+    weights = padded_params(model)
     tokens = train.batch_size * train.seq_len / (mesh.data * mesh.fsdp)
 
     def share(size: int) -> float:

@@ -18,8 +18,7 @@ def estimate_memory(config: Config) -> dict[str, float]:
     """Bytes per device by part, largest moment of the step. The mesh must be resolved."""
     mesh = config.mesh
     shards = mesh.fsdp * mesh.tensor
-    params = count_params(config.model) + _padding(config.model)
-    local = params / shards
+    local = padded_params(config.model) / shards
     compute = _COMPUTE_BYTES[config.precision]
     stored = 4 + _MOMENT_BYTES[config.optimizer.name]
     blocks = local - _table_params(config.model) / shards
@@ -33,9 +32,11 @@ def estimate_memory(config: Config) -> dict[str, float]:
     }
 
 
-def _padding(model: ModelConfig) -> int:
+def padded_params(model: ModelConfig) -> int:
+    """Parameters with the rows that pad the vocabulary."""
     tables = 1 if model.tied_embeddings else 2
-    return tables * (model.padded_vocab_size - model.vocab_size) * model.embed_dim
+    padding = tables * (model.padded_vocab_size - model.vocab_size) * model.embed_dim
+    return count_params(model) + padding
 
 
 def _table_params(model: ModelConfig) -> int:

@@ -5,14 +5,11 @@ fusion that slices its operand counts the slice. Arithmetic outside of matrix pr
 is not counted: on these machines its memory traffic takes longer.
 """
 
-import json
-import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mtjax.planning.hlo import GEMM_TARGETS
+from mtjax.planning.hlo import GEMM_TARGETS, product_at
 from mtjax.planning.hlo_text import Array, Computation, Instruction, Module
 
 # They name, shape or order values and launch nothing.
@@ -53,8 +50,8 @@ def instruction_cost(module: Module, where: Computation, instruction: Instructio
     if opcode == "custom-call":
         return _custom_call_cost(where, instruction)
     if opcode == "dot":
-        flops = _dot_flops(where, instruction)
-        return Cost("gemm", flops, _operand_bytes(where, instruction) + _bytes(instruction.shape))
+        moved = _operand_bytes(where, instruction) + _bytes(instruction.shape)
+        return Cost("gemm", _product_flops(where, instruction), moved)
     if opcode in _SLICES:
         return Cost("memory", num_bytes=2 * _bytes(instruction.shape))
     if opcode == "dynamic-update-slice":
@@ -74,13 +71,14 @@ def _operand_bytes(where: Computation, instruction: Instruction) -> int:
 
 def _fusion_cost(module: Module, called: Computation) -> Cost:
     """A kernel: its products wherever they are nested, each parameter read, each result written."""
-    flops: Counter[str] = Counter()
+    flops: dict[str, float] = {}
     for computation, instruction in _nested(module, called):
         if instruction.opcode in ("dot", "scaled-dot"):
-            flops.update(_dot_flops(computation, instruction))
+            for rate, value in _product_flops(computation, instruction).items():
+                flops[rate] = flops.get(rate, 0.0) + value
     parameters = [i for i in called.instructions if i.opcode == "parameter"]
     read = sum(_read_bytes(called, p) for p in parameters)
-    return Cost("gemm" if flops else "memory", dict(flops), read + _written_bytes(called))
+    return Cost("gemm" if flops else "memory", flops, read + _written_bytes(called))
 
 
 def _nested(module: Module, computation: Computation):
@@ -121,18 +119,11 @@ def _result_bytes(called: Computation, result: Instruction) -> int:
     return _bytes(result.shape)
 
 
-def _dot_flops(where: Computation, instruction: Instruction) -> dict[str, float]:
-    lhs, rhs = (arrays[0] for arrays in where.operand_arrays(instruction)[:2])
-    contracting = instruction.attribute_ints("lhs_contracting_dims") or ()
-    exact = "operand_precision={highest" in instruction.attributes
-    return _product(instruction.shape[0], lhs, rhs, contracting, exact)
-
-
-def _product(
-    output: Array, lhs: Array, rhs: Array, contracting: Iterable[int], exact: bool
-) -> dict[str, float]:
-    depth = math.prod(lhs.dims[dim] for dim in contracting)
-    return {rate_dtype(lhs.dtype, rhs.dtype, exact): 2.0 * math.prod(output.dims) * depth}
+def _product_flops(where: Computation, instruction: Instruction) -> dict[str, float]:
+    product = product_at(where, instruction)
+    exact = re.search(r'operand_precision(=\{highest|":\s*\["HIGHEST")', instruction.attributes)
+    rate = rate_dtype(product.lhs.dtype, product.rhs.dtype, exact is not None)
+    return {rate: float(product.flops)}
 
 
 def rate_dtype(lhs: str, rhs: str, exact: bool = False) -> str:
@@ -162,11 +153,7 @@ def _custom_call_cost(where: Computation, instruction: Instruction) -> Cost:
         a for a in instruction.shape if a.dtype not in ("u8", "s8") or len(instruction.shape) == 1
     )
     if target.startswith(GEMM_TARGETS):
-        lhs, rhs = (arrays[0] for arrays in where.operand_arrays(instruction)[:2])
-        numbers = re.search(r'"lhs_contracting_dimensions":\s*(\[[^\]]*\])', instruction.attributes)
-        contracting = [int(dim) for dim in json.loads(numbers[1])] if numbers else [1]
-        exact = '"operand_precision":["HIGHEST"' in instruction.attributes
-        return Cost("gemm", _product(instruction.shape[0], lhs, rhs, contracting, exact), moved)
+        return Cost("gemm", _product_flops(where, instruction), moved)
     if target.startswith(_ATTENTION):
         return Cost("attention", _attention_flops(where, instruction), moved)
     return Cost("memory", num_bytes=moved)

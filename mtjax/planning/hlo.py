@@ -273,7 +273,7 @@ def summarize(hlo: str, mesh_shape: Mapping[str, int] | None = None) -> ProgramS
         elif site.instruction.opcode == "custom-call":
             target = site.instruction.custom_call_target
             if target.startswith(GEMM_TARGETS):
-                gemms.append(_library_gemm(site))
+                gemms.append(_gemm(site, "cublas"))
             else:
                 calls.append(_custom_call(site, target))
     return ProgramSummary(tuple(collectives), tuple(gemms), tuple(calls), tuple(loops), mesh_shape)
@@ -331,37 +331,57 @@ def _overlapped_ops(site: Site) -> int:
 
 
 def _dot(site: Site) -> Gemm:
-    instruction = site.instruction
-    lhs, rhs = (arrays[0] for arrays in site.computation.operand_arrays(instruction)[:2])
-    contracting = instruction.attribute_ints("lhs_contracting_dims") or ()
     in_triton = any('"kind":"__triton' in wrapper.attributes for wrapper in site.wrappers)
-    return _gemm(site, "triton" if in_triton else "xla", lhs, rhs, contracting)
+    return _gemm(site, "triton" if in_triton else "xla")
 
 
-def _library_gemm(site: Site) -> Gemm:
-    instruction = site.instruction
-    lhs, rhs = (arrays[0] for arrays in site.computation.operand_arrays(instruction)[:2])
-    numbers = re.search(r'"dot_dimension_numbers":(\{[^{}]*\})', instruction.attributes)
-    if not numbers:
-        raise ValueError(
-            f"{instruction.name}: got no dot_dimension_numbers, expected a cuBLAS call with them; "
-            "teach mtjax/planning/hlo.py the form of this jaxlib"
-        )
-    contracting = map(int, json.loads(numbers[1])["lhs_contracting_dimensions"])
-    return _gemm(site, "cublas", lhs, rhs, contracting)
-
-
-def _gemm(site: Site, backend: str, lhs: Array, rhs: Array, contracting: Iterable[int]) -> Gemm:
-    output = site.instruction.shape[0]
-    depth = math.prod(lhs.dims[dim] for dim in contracting)
+def _gemm(site: Site, backend: str) -> Gemm:
+    product = product_at(site.computation, site.instruction)
     return Gemm(
         **_place(site),
         backend=backend,
-        lhs=lhs,
-        rhs=rhs,
-        output=output,
-        flops_per_run=2 * math.prod(output.dims) * depth,
+        lhs=product.lhs,
+        rhs=product.rhs,
+        output=product.output,
+        flops_per_run=product.flops,
     )
+
+
+@dataclass(frozen=True)
+class Product:
+    """Operands of a matrix product."""
+
+    lhs: Array
+    rhs: Array
+    output: Array
+    depth: int
+    """Elements contracted per element of the output."""
+
+    @property
+    def flops(self) -> int:
+        """2 x output elements x contracted elements."""
+        return 2 * math.prod(self.output.dims) * self.depth
+
+
+def product_at(where: Computation, instruction: Instruction) -> Product:
+    """The product of a dot, or of a call of cuBLAS.
+
+    Raises:
+        ValueError: a cuBLAS call without dimension numbers.
+    """
+    lhs, rhs = (arrays[0] for arrays in where.operand_arrays(instruction)[:2])
+    if instruction.opcode == "custom-call":
+        numbers = re.search(r'"lhs_contracting_dimensions":\s*(\[[^\]]*\])', instruction.attributes)
+        if not numbers:
+            raise ValueError(
+                f"{instruction.name}: got no lhs_contracting_dimensions, expected a cuBLAS call "
+                "with them; teach mtjax/planning/hlo.py the form of this jaxlib"
+            )
+        contracting = tuple(map(int, json.loads(numbers[1])))
+    else:
+        contracting = instruction.attribute_ints("lhs_contracting_dims") or ()
+    depth = math.prod(lhs.dims[dim] for dim in contracting)
+    return Product(lhs, rhs, instruction.shape[0], depth)
 
 
 def _custom_call(site: Site, target: str) -> CustomCall:
