@@ -23,7 +23,7 @@ Names = tuple[str | None, ...]
 
 RULES: dict[str, tuple[str, ...]] = {
     # activations
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "seq": (),
     # Megatron sequence parallelism: norms and residuals split the sequence over tensor too.
     "seq_sp": ("tensor",),
@@ -31,12 +31,16 @@ RULES: dict[str, tuple[str, ...]] = {
     "act_ffn": ("tensor",),
     "act_vocab": ("tensor",),
     # parameters
-    "embed": ("fsdp",),
+    # Outside of the experts, which take the axis first, expert is a second fsdp axis.
+    "embed": ("fsdp", "expert"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
     "ffn": ("tensor",),
     "vocab": ("tensor",),
+    "experts": ("expert", "tensor"),
+    "expert_ffn": (),
+    "router": (),
     "position": (),
     "norm": (),
     "layers": (),
@@ -113,11 +117,13 @@ def axis_size(name: str) -> int:
     return dict(jax.sharding.get_abstract_mesh().shape).get(name, 1)
 
 
-def _free_axes() -> set[str]:
+def _axes_and_types() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return set()
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return ((), ()) if mesh.empty else (mesh.axis_names, mesh.axis_types)
+
+
+def _free_axes() -> set[str]:
+    types = zip(*_axes_and_types(), strict=True)
     return {name for name, kind in types if kind == AxisType.Auto}
 
 
@@ -183,6 +189,28 @@ def mesh_axes(*names: str) -> tuple[str, ...]:
     for entry in spec(*names):
         axes += (entry,) if isinstance(entry, str) else (entry or ())
     return axes
+
+
+def sum_over_manual(x: jax.Array, name: str) -> jax.Array:
+    """Sum over the axes that split dims of this name and are manual here, such as data in the step.
+
+    Automatic axes need none: there the array is the global one. Not to be differentiated through.
+    """
+    types = dict(zip(*_axes_and_types(), strict=True))
+    axes = tuple(
+        axis
+        for axis in _rules.get()[name]
+        if types.get(axis) == AxisType.Manual and axis_size(axis) > 1
+    )
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def compute_dtypes(boxes: Any, dtype: Any) -> Any:
+    """The dtype in which layers use each parameter: `dtype`, but float32 for those of routers,
+    where rounding changes which experts are chosen."""
+    return jax.tree.map(
+        lambda b: np.dtype(np.float32) if "router" in b.names else dtype, boxes, is_leaf=is_boxed
+    )
 
 
 def check_divisible(tree: Any) -> None:

@@ -22,6 +22,7 @@ MUST_MATCH: dict[str, bool] = {
     "config.data.scan_tokens": False,
     "config.mesh": False,
     "config.model.attention.backend": False,
+    "config.model.moe.allow_expanded_products": False,
     "config.run": False,
     "config.train.eval_batches": False,
     "config.train.eval_every": False,

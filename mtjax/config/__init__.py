@@ -1,6 +1,7 @@
 """The configuration of a run: one frozen dataclass per concern, checked before any device."""
 
 import dataclasses
+import math
 from dataclasses import field
 
 from mtjax.config.check import config_class, require
@@ -8,6 +9,7 @@ from mtjax.config.checkpoint import CheckpointConfig
 from mtjax.config.data import DataConfig
 from mtjax.config.mesh import MeshConfig
 from mtjax.config.model import AttentionConfig, ModelConfig, RopeConfig
+from mtjax.config.moe import MoeConfig
 from mtjax.config.run import DistributedConfig, FaultConfig, MetricsConfig, RunConfig
 from mtjax.config.training import (
     BatchRampConfig,
@@ -30,6 +32,7 @@ __all__ = [
     "MeshConfig",
     "MetricsConfig",
     "ModelConfig",
+    "MoeConfig",
     "OptimizerConfig",
     "RopeConfig",
     "RunConfig",
@@ -113,24 +116,34 @@ def _check_mesh(config: Config) -> None:
         ("tensor", "model.ffn_dim", model.ffn_dim),
         ("tensor", "model.vocab_multiple", model.vocab_multiple),
         ("tensor", "train.seq_len", train.seq_len),
-        ("fsdp", "model.embed_dim", model.embed_dim),
+        ("fsdp x mesh.expert", "model.embed_dim", model.embed_dim),
     ]
-    for axis, name, size in splits:
-        parts = max(mesh.sizes[axis], 1)
+    if model.moe.num_experts:
+        splits.append(("expert x mesh.tensor", "model.moe.num_experts", model.moe.num_experts))
+        splits.append(("tensor", "model.moe.shared_ffn_dim", model.moe.shared_ffn_dim))
+    for axes, name, size in splits:
+        parts = math.prod(max(mesh.sizes[axis], 1) for axis in axes.split(" x mesh."))
         require(
             size % parts == 0,
             name,
             size,
-            f"a multiple of mesh.{axis} ({parts})",
-            f"change it, or shrink mesh.{axis}",
+            f"a multiple of mesh.{axes} ({parts})",
+            f"change it, or shrink mesh.{axes}",
         )
-    replicas = max(mesh.data, 1) * max(mesh.fsdp, 1)
+    require(
+        mesh.expert == 1 or model.moe.num_experts > 0,
+        "mesh.expert",
+        mesh.expert,
+        "1 for a dense model",
+        "use mesh.fsdp, or set model.moe.num_experts",
+    )
+    replicas = max(mesh.data, 1) * max(mesh.fsdp, 1) * max(mesh.expert, 1)
     require(
         (train.batch_size // train.microbatches) % replicas == 0,
         "train.batch_size",
         train.batch_size,
-        f"a multiple of train.microbatches ({train.microbatches}) x mesh.data x mesh.fsdp "
-        f"({replicas})",
+        f"a multiple of train.microbatches ({train.microbatches}) x mesh.data x mesh.fsdp x "
+        f"mesh.expert ({replicas})",
         "raise the batch size or lower the microbatches",
     )
 
@@ -159,6 +172,7 @@ def resolve_backends(config: Config, platform: str) -> Config:
         f"() on platform {platform!r}, which has no separate host memory",
         "drop it, or keep the tensors with train.remat_save",
     )
+    _check_expert_products(config, on_gpu)
     if attention.backend != "auto":
         return config
     call = AttentionCall(
@@ -171,3 +185,20 @@ def resolve_backends(config: Config, platform: str) -> Config:
     cudnn = on_gpu and unsupported("cudnn", call, config.model.head_dim, dtype) is None
     model = config.model.with_attention("cudnn" if cudnn else "xla")
     return dataclasses.replace(config, model=model)
+
+
+def _check_expert_products(config: Config, on_gpu: bool) -> None:
+    """Refuse dispatchers whose products XLA expands on GPU, unless that is asked for."""
+    moe = config.model.moe
+    expands = moe.num_experts > 0 and moe.dispatcher != "capacity"
+    times = moe.num_experts
+    if moe.dispatcher == "allgather":
+        times = -(-moe.num_experts // moe.top_k)
+    require(
+        not (expands and on_gpu) or moe.allow_expanded_products,
+        "model.moe.dispatcher",
+        moe.dispatcher,
+        f"capacity on GPU, where XLA expands the expert products to {times} times their FLOPs",
+        "set model.moe.dispatcher to capacity, or accept the cost with "
+        "model.moe.allow_expanded_products",
+    )

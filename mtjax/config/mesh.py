@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mtjax.config.check import config_class
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "tensor")
 """Mesh axes, outermost first: tensor innermost, on the fastest links."""
 
 
@@ -19,6 +19,9 @@ class MeshConfig:
     """Replicas of the compute weights, optimizer state split among them (ZeRO-1); -1: the rest."""
     fsdp: int = 1
     """Shards of weights, gradients and optimizer state (ZeRO-3); -1: the rest."""
+    expert: int = 1
+    """Shards of the experts, tokens exchanged by all-to-all; elsewhere a second fsdp axis. Only
+    for models with experts; -1: the rest."""
     tensor: int = 1
     """Shards of heads, feed-forward and vocabulary, with sequence parallelism; -1: the rest."""
 

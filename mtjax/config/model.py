@@ -5,6 +5,7 @@ from dataclasses import field
 from typing import Literal
 
 from mtjax.config.check import config_class, require, require_defaults
+from mtjax.config.moe import Dispatcher, MoeConfig
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2"]
@@ -146,7 +147,10 @@ class ModelConfig:
     num_layers: int = 4
     """Number of transformer blocks L."""
     ffn_dim: int = 1024
-    """Inner width F of the feed-forward part."""
+    """Inner width F of the feed-forward part; with experts, of each one unless moe.ffn_dim says
+    otherwise."""
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    """Experts in place of one feed-forward part."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     """The attention part of a block."""
     position: Literal["rope", "learned", "none"] = "rope"
@@ -230,10 +234,38 @@ class ModelConfig:
             "False with parallel_residual",
             "choose one",
         )
+        self._check_experts()
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)", "0 is off")
         cap = self.logit_softcap
         require(
             cap is None or cap > 0, "model.logit_softcap", cap, "a positive number", "None is off"
+        )
+
+    def _check_experts(self) -> None:
+        moe = self.moe
+        if not moe.num_experts:
+            return
+        with_experts = sum(moe.has_experts(layer) for layer in range(self.num_layers))
+        require(
+            with_experts > 0,
+            "model.moe.first_dense",
+            (moe.first_dense, moe.every),
+            f"first_dense and every that leave experts in some of {self.num_layers} layers",
+            "lower them",
+        )
+        require(
+            moe.ffn_dim is None or with_experts < self.num_layers,
+            "model.moe.ffn_dim",
+            moe.ffn_dim,
+            "None where every layer has experts, which then have model.ffn_dim",
+            "set model.ffn_dim in its place",
+        )
+        require(
+            not self.mlp_bias,
+            "model.mlp_bias",
+            self.mlp_bias,
+            "False with experts, which have no biases",
+            "drop it",
         )
 
     @property
@@ -250,6 +282,25 @@ class ModelConfig:
         """The same model with its attention computed by `backend`."""
         attention = dataclasses.replace(self.attention, backend=backend)
         return dataclasses.replace(self, attention=attention)
+
+    def with_dispatcher(self, dispatcher: Dispatcher) -> "ModelConfig":
+        """The same model with its tokens sent to experts by `dispatcher`; as it is if dense."""
+        if not self.moe.num_experts:
+            return self
+        defaults = MoeConfig()
+        moe = dataclasses.replace(
+            self.moe,
+            dispatcher=dispatcher,
+            capacity_factor=defaults.capacity_factor,
+            drop_policy=defaults.drop_policy,
+            allow_expanded_products=defaults.allow_expanded_products,
+        )
+        return dataclasses.replace(self, moe=moe)
+
+    @property
+    def expert_dim(self) -> int:
+        """Inner width F of one routed expert."""
+        return self.moe.ffn_dim or self.ffn_dim
 
     @property
     def gated(self) -> bool:

@@ -67,7 +67,8 @@ def generate(
         f"prompt and text within model.max_positions ({model.max_positions})",
         "ask for fewer tokens",
     )
-    model = model.with_attention("xla")  # the backend that reads a cache
+    # The backend that reads a cache; and no token may lose an expert to the padding.
+    model = model.with_attention("xla").with_dispatcher("allgather")
     tokens = np.zeros((1, padded), np.int32)
     tokens[0, : len(prompt)] = prompt
     # One sequence: nothing to split by batch or sequence; heads and vocabulary stay split.

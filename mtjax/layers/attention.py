@@ -40,12 +40,16 @@ class BlockInputs(NamedTuple):
 
     `rope`: [2, B, T, H/2] from `rope_table`, None without rotation. `segments`: int [B, T],
     tokens attend within equal ids; None when sequences hold one document. `keys`: dropout keys
-    [B], None outside training.
+    [B], None outside training. `counts`: bool [B, T], False where a position holds padding that
+    experts leave out; None: all count. `load`: [E], pairs per expert of this layer over the whole
+    batch, for a balance loss of that scope; None elsewhere.
     """
 
     rope: jax.Array | None
     segments: jax.Array | None
     keys: jax.Array | None
+    counts: jax.Array | None = None
+    load: jax.Array | None = None
 
 
 class Attention(nn.Module):

@@ -10,7 +10,9 @@ from mtjax.config.model import ModelConfig
 from mtjax.layers.attention import Attention, BlockInputs, Cache
 from mtjax.layers.dropout import dropout, fold_rows
 from mtjax.layers.mlp import Mlp
+from mtjax.layers.moe import Moe
 from mtjax.layers.norm import make_norm
+from mtjax.layers.router import RouterStats
 from mtjax.sharding import reshard, shard
 
 
@@ -21,17 +23,23 @@ class BlockSpec:
     model: ModelConfig
     window: int = 0
     """Sliding window in tokens; 0 is full attention."""
+    experts: bool = False
+    """The feed-forward part is made of experts."""
 
 
 class DecoderBlock(nn.Module):
-    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), or both in parallel."""
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), or both in parallel.
+
+    Returns the residual stream, the cache with the new keys and values, and what the router did
+    (None without experts).
+    """
 
     spec: BlockSpec
 
     @nn.compact
     def __call__(
         self, x_BTD: jax.Array, inputs: BlockInputs, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, Cache | None, RouterStats | None]:
         model = self.spec.model
         attention = Attention(model, self.spec.window, name="attention")
         x_BTD = shard(x_BTD, "batch", "seq_sp", None)
@@ -39,10 +47,15 @@ class DecoderBlock(nn.Module):
         a_BTD, cache = attention(h_BTD, inputs, cache)
         a_BTD = self._leave_branch(a_BTD, "attention_post_norm", 1, inputs.keys)
         residual_BTD = x_BTD if model.parallel_residual else x_BTD + a_BTD
-        m_BTD = Mlp(model, name="mlp")(gather_sequence(make_norm(model, "mlp_norm")(residual_BTD)))
+        h_BTD = make_norm(model, "mlp_norm")(residual_BTD)
+        stats = None
+        if self.spec.experts:
+            m_BTD, stats = Moe(model, name="moe")(h_BTD, inputs.counts, inputs.load)
+        else:
+            m_BTD = Mlp(model, name="mlp")(gather_sequence(h_BTD))
         m_BTD = self._leave_branch(m_BTD, "mlp_post_norm", 2, inputs.keys)
         out_BTD = residual_BTD + m_BTD
-        return (out_BTD + a_BTD if model.parallel_residual else out_BTD), cache
+        return (out_BTD + a_BTD if model.parallel_residual else out_BTD), cache, stats
 
     def _leave_branch(self, y_BTD, norm_name: str, site: int, keys_B) -> jax.Array:
         """Back to the sequence-parallel layout, then post-norm and dropout where asked for."""

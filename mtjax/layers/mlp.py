@@ -8,7 +8,7 @@ from mtjax.config.model import ModelConfig
 from mtjax.layers.linear import Linear
 from mtjax.sharding import shard
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "swiglu": jax.nn.silu,
     "geglu": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
@@ -26,7 +26,7 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         model = self.model
-        activation = _ACTIVATIONS[model.activation]
+        activation = ACTIVATIONS[model.activation]
         up_BTF = self._project_in("up")(x_BTD)
         if model.gated:
             h_BTF = activation(self._project_in("gate")(x_BTD)) * up_BTF

@@ -1,5 +1,6 @@
 """A decoder-only transformer as groups of repeated blocks between embedding and head."""
 
+import math
 from dataclasses import dataclass
 
 from mtjax.config.model import ModelConfig
@@ -22,12 +23,26 @@ class BlockGroup:
 def block_groups(model: ModelConfig) -> list[BlockGroup]:
     """The model's blocks, grouped so that each group repeats one pattern.
 
-    A window pattern of length p gives L // p repeats of p blocks, and one group for the rest.
+    Windows and experts that recur after p layers give n // p repeats of p blocks, and one group
+    for the rest; dense layers below those with experts are grouped by themselves.
     """
-    specs = tuple(BlockSpec(model, window) for window in model.windows)
-    period = min(len(model.attention.windows) or 1, len(specs))
-    repeat, rest = divmod(len(specs), period)
-    groups = [BlockGroup(0, specs[:period], repeat)]
-    if rest:
-        groups.append(BlockGroup(repeat * period, specs[repeat * period :], 1))
+    specs = tuple(
+        BlockSpec(model, window, model.moe.has_experts(layer))
+        for layer, window in enumerate(model.windows)
+    )
+    windows = len(model.attention.windows) or 1
+    split = model.moe.first_dense
+    parts = [
+        (0, specs[:split], windows),
+        (split, specs[split:], math.lcm(windows, model.moe.every)),
+    ]
+    groups = []
+    for first, part, period in parts:
+        period = min(period, len(part))
+        if not part:
+            continue
+        repeat, rest = divmod(len(part), period)
+        groups.append(BlockGroup(first, part[:period], repeat))
+        if rest:
+            groups.append(BlockGroup(first + repeat * period, part[repeat * period :], 1))
     return groups

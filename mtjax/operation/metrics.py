@@ -51,7 +51,8 @@ METRICS: dict[str, Metric] = {
     "perf/save_s": Metric("s", "time training stood still for a checkpoint"),
     "data/padding_ratio": Metric("ratio", "share of positions that hold no token"),
     "moe/dropped_ratio": Metric("ratio", "share of token-expert pairs that found no room"),
-    "moe/load_ratio": Metric("ratio", "tokens of the fullest expert by the mean"),
+    "moe/load_ratio": Metric("ratio", "tokens of the fullest expert by the mean, worst layer"),
+    "moe/entropy": Metric("nats", "entropy of a token's router probabilities, mean over layers"),
     "moe/balance_loss": Metric("1", "load-balancing loss before its weight"),
     "moe/z_loss": Metric("1", "router log-partition penalty before its weight"),
 }

@@ -1,6 +1,6 @@
 """Initialise and run a model whose layers are stacked in arrays [repeat, ...] per group."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,9 @@ def init_params(model: ModelConfig, key: jax.Array) -> Params:
     Each block draws from its own key, folded from its layer index, so that neither the grouping
     nor the mesh changes a weight.
     """
-    # Initialisation runs the layers on dummy float32 inputs, which cuDNN refuses.
-    model = model.with_attention("xla")
+    # Initialisation runs the layers on dummy float32 inputs under vmap, which cuDNN and products
+    # by group refuse.
+    model = model.with_attention("xla").with_dispatcher("capacity")
     with no_mesh():
         embed_key, blocks_key, head_key = jax.random.split(key, 3)
         ids_BT = jnp.zeros((1, 8), jnp.int32)
@@ -73,25 +74,56 @@ def forward(
 
     The dtype of the parameters is the compute dtype. `keys_B` turns dropout on.
     """
+    extra = Extra(segments_BT, keys_B)
+    h_BTD, table_VD, caches, _ = run_model(
+        model, train, params, tokens_BT, positions_BT, extra, caches
+    )
+    return h_BTD, table_VD, caches
+
+
+class Extra(NamedTuple):
+    """What a training step knows beside tokens and positions.
+
+    Segments [B, T], dropout keys [B] and `counts` [B, T] as in BlockInputs; `loads` is the load of
+    the whole batch, arrays [repeat, E] in the structure of the statistics that `run_model` returns.
+    """
+
+    segments: jax.Array | None = None
+    keys: jax.Array | None = None
+    counts: jax.Array | None = None
+    loads: Any = None
+
+
+def run_model(
+    model: ModelConfig,
+    train: TrainConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    extra: Extra,
+    caches: Any = None,
+) -> tuple[jax.Array, jax.Array, Any, Any]:
+    """As `forward`, and statistics {"group0": {"block0": RouterStats [repeat, ...] or None}}."""
+    keys_B = extra.keys
     dtype = params["embed"]["embedding"].dtype
     embed = Embedding(model, dtype)
     x_BTD: Any = embed.apply({"params": params["embed"]}, tokens_BT, positions_BT)
     if keys_B is not None and model.dropout > 0:
         site = fold_rows(keys_B, _EMBEDDING_SITE)
         x_BTD = dropout(x_BTD, model.dropout, site, "batch", "seq_sp", None)
-    inputs = BlockInputs(_rope(model, positions_BT), segments_BT, keys_B)
-    new_caches = {}
+    inputs = BlockInputs(_rope(model, positions_BT), extra.segments, keys_B, extra.counts)
+    new_caches, stats = {}, {}
     for i, group in enumerate(block_groups(model)):
         name = f"group{i}"
         group_caches = None if caches is None else caches[name]
-        x_BTD, new_caches[name] = _run_group(
-            group, train, params["blocks"][name], x_BTD, inputs, group_caches
-        )
+        loads = None if extra.loads is None else extra.loads[name]
+        scanned = (params["blocks"][name], jnp.arange(group.repeat), group_caches, loads)
+        x_BTD, (new_caches[name], stats[name]) = _run_group(group, train, scanned, x_BTD, inputs)
     head_out: Any = Head(model).apply({"params": params["head"]}, x_BTD)
     h_BTD, table_VD = head_out
     if table_VD is None:
         table_VD = params["embed"]["embedding"]
-    return h_BTD, table_VD, (None if caches is None else new_caches)
+    return h_BTD, table_VD, (None if caches is None else new_caches), stats
 
 
 def init_caches(model: ModelConfig, batch: int, length: int, dtype: Any) -> Any:
@@ -118,13 +150,10 @@ def _rope(model: ModelConfig, positions_BT: jax.Array) -> jax.Array | None:
 
 
 def _run_group(
-    group: BlockGroup,
-    train: TrainConfig,
-    params: Params,
-    x_BTD: jax.Array,
-    inputs: BlockInputs,
-    caches: Any,
+    group: BlockGroup, train: TrainConfig, scanned: Any, x_BTD: jax.Array, inputs: BlockInputs
 ) -> tuple[jax.Array, Any]:
+    """Scan over (parameters, repeat, caches, loads), each None or [repeat, ...]."""
+
     def block(spec, x_BTD, layer_params, layer, inputs, cache):
         if inputs.keys is not None:
             inputs = inputs._replace(keys=fold_rows(inputs.keys, layer))
@@ -133,16 +162,18 @@ def _run_group(
     run = _rematerialised(block, train, unrolled=train.unroll_layers)
 
     def unit(x_BTD, scanned):
-        unit_params, repeat, unit_caches = scanned
-        out_caches = {}
+        unit_params, repeat, unit_caches, loads = scanned
+        out_caches, out_stats = {}, {}
         for position, spec in enumerate(group.unit):
             name = f"block{position}"
             layer = group.layer_index(repeat, position)
             cache = None if unit_caches is None else unit_caches[name]
-            x_BTD, out_caches[name] = run(spec, x_BTD, unit_params[name], layer, inputs, cache)
-        return x_BTD, out_caches
+            own = inputs if loads is None else inputs._replace(load=loads[name])
+            x_BTD, out_caches[name], out_stats[name] = run(
+                spec, x_BTD, unit_params[name], layer, own, cache
+            )
+        return x_BTD, (out_caches, out_stats)
 
-    scanned = (params, jnp.arange(group.repeat), caches)
     return jax.lax.scan(unit, x_BTD, scanned, unroll=group.repeat if train.unroll_layers else 1)
 
 

@@ -2,14 +2,15 @@
 
 Convention of every FLOP/s and MFU we print: forward plus backward (backward is twice forward),
 causal attention counted by the area under the diagonal or inside the window, unembedding counted;
-embedding lookup, norms, rotations and recomputation not counted; the vocabulary unpadded.
+embedding lookup, routers, norms, rotations and recomputation not counted; the vocabulary unpadded.
+Of the experts, a token counts those it uses.
 """
 
 from mtjax.config.model import ModelConfig
 
 CONVENTION = (
     "forward + backward, causal attention halved, unembedding counted, "
-    "embedding lookup and recomputation not"
+    "embedding lookup, routers and recomputation not"
 )
 """The convention in words, printed beside each MFU."""
 
@@ -18,7 +19,16 @@ def count_params(model: ModelConfig) -> int:
     """Trainable parameters, with the vocabulary unpadded and a tied head counted once."""
     embed = model.vocab_size * model.embed_dim * (1 if model.tied_embeddings else 2)
     positions = (model.max_positions or 0) * model.embed_dim
-    return embed + positions + _norm_params(model) + model.num_layers * _block_params(model)
+    blocks = sum(_block_params(model, layer) for layer in range(model.num_layers))
+    return embed + positions + _norm_params(model) + blocks
+
+
+def count_active_params(model: ModelConfig) -> int:
+    """Parameters that one token uses: all but the experts it is not sent to."""
+    moe = model.moe
+    layers = sum(moe.has_experts(layer) for layer in range(model.num_layers))
+    unused = (moe.num_experts - moe.top_k) * layers
+    return count_params(model) - unused * _mlp_matrix_params(model, model.expert_dim)
 
 
 def _norm_params(model: ModelConfig) -> int:
@@ -26,9 +36,9 @@ def _norm_params(model: ModelConfig) -> int:
     return model.embed_dim * (2 if model.norm == "layernorm" else 1)
 
 
-def _block_params(model: ModelConfig) -> int:
-    """Parameters of one block, which are the same in all layers."""
-    attention = model.attention
+def _block_params(model: ModelConfig, layer: int) -> int:
+    """Parameters of one block."""
+    attention, moe = model.attention, model.moe
     heads = attention.num_heads + 2 * model.num_kv_heads
     biases = heads * model.head_dim * attention.qkv_bias + model.embed_dim * attention.out_bias
     if model.mlp_bias:
@@ -36,21 +46,38 @@ def _block_params(model: ModelConfig) -> int:
     # Query and key norms are always RMSNorm over one head, shared by the heads.
     qk_norms = 2 * model.head_dim if attention.qk_norm else 0
     norms = (4 if model.post_norm else 2) * _norm_params(model)
-    return _block_matrix_params(model) + biases + qk_norms + norms
+    params = _block_matrix_params(model, layer) + biases + qk_norms + norms
+    if moe.has_experts(layer):
+        unused = moe.num_experts - moe.top_k
+        params += unused * _mlp_matrix_params(model, model.expert_dim)
+        # The router's matrix, and its bias.
+        params += moe.num_experts * (model.embed_dim + moe.score_bias)
+    return params
 
 
-def _block_matrix_params(model: ModelConfig) -> int:
-    """Entries of the matrices of one block, each of which multiplies every token once."""
+def _block_matrix_params(model: ModelConfig, layer: int) -> int:
+    """Entries of the matrices of one block that multiply a token, routers left out."""
     heads = 2 * model.attention.num_heads + 2 * model.num_kv_heads
-    mlp_matrices = 3 if model.gated else 2
-    return model.embed_dim * (heads * model.head_dim + mlp_matrices * model.ffn_dim)
+    attention = model.embed_dim * heads * model.head_dim
+    moe = model.moe
+    if not moe.has_experts(layer):
+        return attention + _mlp_matrix_params(model, model.ffn_dim)
+    experts = moe.top_k * _mlp_matrix_params(model, model.expert_dim)
+    shared = _mlp_matrix_params(model, moe.shared_ffn_dim) + model.embed_dim * moe.shared_gate
+    return attention + experts + shared
+
+
+def _mlp_matrix_params(model: ModelConfig, ffn_dim: int) -> int:
+    """Entries of the matrices of one feed-forward part of this inner width."""
+    return model.embed_dim * (3 if model.gated else 2) * ffn_dim
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Model FLOPs per token of one training step at `seq_len` tokens, forward and backward."""
     if seq_len < 1:
         raise ValueError(f"seq_len: got {seq_len}, expected at least 1; give the tokens per row")
-    matrices = model.num_layers * _block_matrix_params(model) + model.vocab_size * model.embed_dim
+    layers = sum(_block_matrix_params(model, layer) for layer in range(model.num_layers))
+    matrices = layers + model.vocab_size * model.embed_dim
     area = sum(attention_area(seq_len, window) for window in model.windows)
     # Queries times keys, and weights times values: 2 FLOPs per head dim each.
     attention = 4 * area * model.attention.num_heads * model.head_dim / seq_len

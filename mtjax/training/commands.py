@@ -16,7 +16,7 @@ from mtjax.data.tokenizers import make_tokenizer
 from mtjax.inference.generate import generate
 from mtjax.operation.distributed import ending_together, initialize, is_main_process
 from mtjax.parallel.stack import Params
-from mtjax.sharding import compute_shardings
+from mtjax.sharding import compute_dtypes, compute_shardings
 from mtjax.training.evaluate import Evaluator
 from mtjax.training.loop import prepare_mesh
 from mtjax.training.state import make_setup
@@ -79,12 +79,13 @@ def _open(config: Config) -> tuple[Checkpointer, int]:
 def _compute_params(config: Config, mesh: Mesh, checkpointer: Checkpointer, step: int) -> Params:
     """Parameters in the compute dtype, where layers use them."""
     setup = make_setup(config, mesh)
-    dtype = COMPUTE_DTYPES[config.precision]
+    dtypes = compute_dtypes(setup.boxes, COMPUTE_DTYPES[config.precision])
     with jax.set_mesh(mesh):
         shardings = compute_shardings(setup.boxes, mesh)
     abstract = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
+        lambda leaf, dtype, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
         setup.abstract.params,
+        dtypes,
         shardings,
     )
     return checkpointer.restore_params(abstract, step)

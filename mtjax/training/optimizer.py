@@ -110,10 +110,13 @@ def _direction(config: OptimizerConfig, boxes: Any) -> optax.GradientTransformat
 
 
 def _muon_dims(box: Boxed) -> Any:
-    """Input and output dims of a projection; None for tables, norms and biases."""
+    """Input and output dims of a projection; None for tables, norms and biases.
+
+    Stacked layers and experts are matrices of their own.
+    """
     if not _is_matrix(box) or any(name in TABLES for name in box.names):
         return None
-    dims = [i for i, name in enumerate(box.names) if name != "layers"]
+    dims = [i for i, name in enumerate(box.names) if name not in ("layers", "experts")]
     embed = box.names.index("embed")
     others = tuple(i for i in dims if i != embed)
     reads_embed = embed == dims[0]

@@ -17,8 +17,16 @@ from jax.sharding import PartitionSpec as P
 
 from mtjax.config import Config
 from mtjax.layers.dropout import row_keys
-from mtjax.parallel.stack import Params, forward
-from mtjax.sharding import axis_size, compute_shardings, spec, storage_shardings
+from mtjax.parallel.stack import Extra, Params, run_model
+from mtjax.sharding import (
+    axis_size,
+    compute_dtypes,
+    compute_shardings,
+    spec,
+    storage_shardings,
+    sum_over_manual,
+)
+from mtjax.training import routers
 from mtjax.training.losses import LossConfig, LossSums, linear_cross_entropy
 from mtjax.training.optimizer import make_schedule
 from mtjax.training.state import LossScale, Setup, TrainState
@@ -77,28 +85,62 @@ def abstract_batch(config: Config, mesh: Mesh) -> StepInput:
     )
 
 
-def batch_loss(config: Config, params: Params, batch: StepInput, key: jax.Array | None) -> LossSums:
+Sums = Any
+"""LossSums, or routers.RoutedSums with experts: `total` and `cross_entropy` are common."""
+
+
+class RouterInput(NamedTuple):
+    """What router losses need to know of the whole batch; see `routers.RouterScales` and Extra."""
+
+    scales: routers.RouterScales
+    loads: Any = None
+
+
+def batch_loss(
+    config: Config,
+    params: Params,
+    batch: StepInput,
+    key: jax.Array | None,
+    router: RouterInput | None = None,
+) -> Sums:
     """Sums of one microbatch ([B, T] fields): the oracle of every parallel form of the step.
 
-    `key` is the step's dropout key; None is evaluation.
+    `key` is the step's dropout key; None is evaluation. Without `router` no router losses count.
     """
     model, train = config.model, config.train
+    loads = None if router is None else router.loads
+    h_BTD, table_VD, stats = _hidden(config, params, batch, key, loads)
+    loss = LossConfig(model.vocab_size, model.logit_softcap, train.z_loss, train.loss_chunk)
+    sums = linear_cross_entropy(loss, h_BTD, table_VD, batch.labels, batch.weights)
+    if not model.moe.num_experts:
+        return sums
+    return routers.with_router_losses(sums, stats, None if router is None else router.scales)
+
+
+def _hidden(
+    config: Config, params: Params, batch: StepInput, key: jax.Array | None, loads: Any
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Final hidden states, output table and router statistics of one microbatch."""
+    model = config.model
     dropped = model.dropout > 0 or model.attention.dropout > 0
     keys_B = row_keys(key, batch.rows) if key is not None and dropped else None
-    h_BTD, table_VD, _ = forward(
-        model, train, params, batch.tokens, batch.positions, batch.segments, keys_B
+    counts_BT = None
+    if model.moe.num_experts:
+        counts_BT = routers.counted(batch.weights, batch.segments)
+    extra = Extra(batch.segments, keys_B, counts_BT, loads)
+    h_BTD, table_VD, _, stats = run_model(
+        model, config.train, params, batch.tokens, batch.positions, extra
     )
-    loss = LossConfig(model.vocab_size, model.logit_softcap, train.z_loss, train.loss_chunk)
-    return linear_cross_entropy(loss, h_BTD, table_VD, batch.labels, batch.weights)
+    return h_BTD, table_VD, stats
 
 
 def gather_params(config: Config, setup: Setup, mesh: Mesh, params: Params) -> Params:
     """Cast masters to the compute dtype, then gather over data: one bf16 all-gather per leaf."""
-    dtype = COMPUTE_DTYPES[config.precision]
     pin = jax.lax.with_sharding_constraint
     return jax.tree.map(
-        lambda p, stored, computed: pin(pin(p.astype(dtype), stored), computed),
+        lambda p, dtype, stored, computed: pin(pin(p.astype(dtype), stored), computed),
         params,
+        compute_dtypes(setup.boxes, COMPUTE_DTYPES[config.precision]),
         storage_shardings(setup.boxes, mesh),
         compute_shardings(setup.boxes, mesh),
     )
@@ -112,7 +154,7 @@ def loss_and_gradients(
     batch: StepInput,
     key: jax.Array | None,
     scale: jax.Array | float,
-) -> tuple[LossSums, Params]:
+) -> tuple[Sums, Params]:
     """Loss sums of the whole batch, and `scale` times the gradient of their total, in float32.
 
     `scale` is 1 / global weight, times the loss scale in fp16: applied before the backward pass,
@@ -120,24 +162,28 @@ def loss_and_gradients(
     """
     computed = gather_params(config, setup, mesh, params)
     manual = axis_size("data") > 1
+    scales = None
+    if config.model.moe.num_experts:
+        size = routers.batch_size(batch.weights, batch.segments, batch.active)
+        scales = routers.router_scales(config.model.moe, size)
 
-    def local(computed: Params, batch: StepInput, key: Any, scale: Any) -> Any:
-        sums, gradients = _accumulate(config, computed, batch, key, scale)
+    def local(computed: Params, batch: StepInput, key: Any, scale: Any, scales: Any) -> Any:
+        sums, gradients = _accumulate(config, computed, batch, key, scale, scales)
         if not manual:
             return sums, gradients
         return jax.tree.map(lambda x: x[None], (sums, gradients))
 
     if not manual:
-        sums, gradients = local(computed, batch, key, scale)
+        sums, gradients = local(computed, batch, key, scale, scales)
     else:
         batched = jax.tree.map(lambda s: _only_data(s), batch_specs(config))
         sums, gradients = jax.shard_map(
             local,
-            in_specs=(P(), batched, P(), P()),
+            in_specs=(P(), batched, P(), P(), P()),
             out_specs=P("data"),
             axis_names={"data"},
             check_vma=False,
-        )(computed, batch, key, jnp.asarray(scale, jnp.float32))
+        )(computed, batch, key, jnp.asarray(scale, jnp.float32), scales)
         sums, gradients = jax.tree.map(lambda x: jnp.sum(x, axis=0), (sums, gradients))
     stored = storage_shardings(setup.boxes, mesh)
     return sums, jax.tree.map(jax.lax.with_sharding_constraint, gradients, stored)
@@ -154,27 +200,51 @@ def _only_data(partition: P) -> P:
 
 
 def _accumulate(
-    config: Config, computed: Params, batch: StepInput, key: Any, scale: Any
-) -> tuple[LossSums, Params]:
+    config: Config, computed: Params, batch: StepInput, key: Any, scale: Any, scales: Any
+) -> tuple[Sums, Params]:
     """Loss sums and scaled float32 gradients over the microbatches of this data shard."""
+    router = None if scales is None else RouterInput(scales)
+    num = batch.tokens.shape[0]
+    moe = config.model.moe
+    if router is not None and moe.balance_scope == "global" and num > 1:
+        router = router._replace(loads=_loads(config, computed, batch, key))
 
-    def one(microbatch: StepInput) -> tuple[LossSums, Params]:
-        def scaled(params: Params) -> tuple[jax.Array, LossSums]:
-            sums = batch_loss(config, params, microbatch, key)
+    def one(microbatch: StepInput) -> tuple[Sums, Params]:
+        def scaled(params: Params) -> tuple[jax.Array, Sums]:
+            sums = batch_loss(config, params, microbatch, key, router)
             return sums.total * scale, sums
 
         gradients, sums = jax.grad(scaled, has_aux=True)(computed)
         return sums, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
 
-    num = batch.tokens.shape[0]
     if num == 1:
         return one(_microbatch(batch, 0))
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), computed)
-    start = (LossSums(jnp.float32(0), jnp.float32(0)), zeros)
+    nothing: Sums = LossSums(jnp.float32(0), jnp.float32(0))
+    if moe.num_experts:
+        nothing = routers.RoutedSums(
+            nothing.total, nothing.cross_entropy, routers.zero_stats(config.model)
+        )
+    return _sum_over_microbatches(batch, one, (nothing, zeros))
+
+
+def _loads(config: Config, computed: Params, batch: StepInput, key: Any) -> Any:
+    """Loads of the whole batch, over all data shards, by a forward pass without gradients."""
+
+    def one(microbatch: StepInput) -> Any:
+        return routers.loads(_hidden(config, computed, microbatch, key, None)[2])
+
+    found = _sum_over_microbatches(batch, one, routers.loads(routers.zero_stats(config.model)))
+    return jax.tree.map(lambda load: sum_over_manual(load, "batch"), found)
+
+
+def _sum_over_microbatches(batch: StepInput, one: Callable[[StepInput], Any], start: Any) -> Any:
+    """Sum of `one` over the microbatches that hold data."""
 
     def body(index: jax.Array, carry: Any) -> Any:
         return jax.tree.map(jnp.add, carry, one(_microbatch(batch, index)))
 
+    num = batch.tokens.shape[0]
     return jax.lax.fori_loop(0, num if batch.active is None else batch.active, body, start)
 
 
@@ -200,6 +270,7 @@ def make_train_step(config: Config, mesh: Mesh, setup: Setup) -> TrainStep:
     moments untouched; `train/skipped` says so, and the loop decides what follows.
     """
     schedule = make_schedule(config.optimizer, config.train.steps)
+    moe = config.model.moe
 
     def train_step(
         state: TrainState, batch: StepInput, limits: Limits
@@ -219,6 +290,9 @@ def make_train_step(config: Config, mesh: Mesh, setup: Setup) -> TrainStep:
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         good = finite & (loss <= limits.loss) & (norm <= limits.grad_norm)
         new_state = _apply(config, setup, state, gradients, norm)
+        if moe.bias_update_rate:
+            moved = routers.move_score_biases(moe, new_state.params, sums.router)
+            new_state = new_state._replace(params=moved)
         new_state = jax.tree.map(functools.partial(jnp.where, good), new_state, state)
         new_state = new_state._replace(
             step=state.step + 1, loss_scale=_next_scale(config, state.loss_scale, finite)
@@ -233,6 +307,9 @@ def make_train_step(config: Config, mesh: Mesh, setup: Setup) -> TrainStep:
         }
         if state.loss_scale is not None:
             metrics["train/loss_scale"] = factor
+        if moe.num_experts:
+            size = routers.batch_size(batch.weights, batch.segments, batch.active)
+            metrics |= routers.router_metrics(moe, sums.router, size)
         return new_state, metrics
 
     return train_step

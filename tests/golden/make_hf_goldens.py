@@ -20,7 +20,10 @@ Keys of each file (read with `numpy.load(path)`, no pickle):
     logits          float32 [B, T, V=128]
     loss            float32 [], mean over B*(T-1) of the cross-entropy of token t+1 given t
     param/<name>    float16 (exact in float32), name and layout as Hugging Face has them
-    grad/<name>     float32, d loss / d param, same names and shapes
+                    buffers that a router adds to its scores included
+    grad/<name>     float32, d loss / d param, same names and shapes; not of buffers
+    balance         float32 [experts' layers], only with experts and a router that transformers
+                    gives the logits of: its load-balancing loss, of each layer by itself
 """
 
 import json
@@ -53,6 +56,8 @@ class Golden:
     param_layout: str = LINEAR_LAYOUT
     # Gemma multiplies by (1 + w), so its norm weights are centred on zero.
     norm_center: float = 1.0
+    # Whether setting the router's buffer to zero must change the logits too.
+    has_router_bias: bool = False
 
 
 LLAMA_SHAPE = {
@@ -67,6 +72,8 @@ LLAMA_SHAPE = {
     "max_position_embeddings": 256,
 }
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SMALL_SHAPE = {**LLAMA_SHAPE, "hidden_size": 32, "intermediate_size": 40, "head_dim": 8}
+ROUTER_BIAS = "e_score_correction_bias"
 
 GOLDENS = {
     # Wavelengths at theta 1e4, head dim 16: 6.3, 19.9, 62.8, ... tokens. With an original length
@@ -168,6 +175,72 @@ GOLDENS = {
         ),
         norm_center=0.0,
     ),
+    "mixtral": Golden(
+        config_class="MixtralConfig",
+        config=dict(
+            **SMALL_SHAPE,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            sliding_window=None,
+            rope_parameters=PLAIN_ROPE,
+        ),
+        ablations=({"num_experts_per_tok": 1}, {"num_experts_per_tok": 3}),
+    ),
+    # Weights of the chosen experts as they are, a gated shared expert, every second layer dense.
+    "qwen2_moe": Golden(
+        config_class="Qwen2MoeConfig",
+        config=dict(
+            **SMALL_SHAPE,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=20,
+            num_experts=6,
+            num_experts_per_tok=2,
+            norm_topk_prob=False,
+            decoder_sparse_step=2,
+            tie_word_embeddings=False,
+            rope_parameters=PLAIN_ROPE,
+        ),
+        ablations=({"norm_topk_prob": True},),
+    ),
+    "qwen3_moe": Golden(
+        config_class="Qwen3MoeConfig",
+        config=dict(
+            **SMALL_SHAPE,
+            moe_intermediate_size=24,
+            num_experts=8,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+            rope_parameters=PLAIN_ROPE,
+        ),
+        ablations=({"norm_topk_prob": False}, {"num_experts_per_tok": 2}),
+    ),
+    # The router of DeepSeek-V3 without its attention: sigmoid scores, groups, bias, scale, a
+    # shared expert, the first layer dense.
+    "dots1": Golden(
+        config_class="Dots1Config",
+        config=dict(
+            **{**SMALL_SHAPE, "num_hidden_layers": 3},
+            moe_intermediate_size=20,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+            first_k_dense_replace=1,
+            tie_word_embeddings=False,
+            rope_parameters=PLAIN_ROPE,
+        ),
+        ablations=(
+            {"norm_topk_prob": False},
+            {"topk_group": 4},
+            {"routed_scaling_factor": 1.0},
+            {"num_experts_per_tok": 2},
+        ),
+        has_router_bias=True,
+    ),
 }
 
 
@@ -191,13 +264,20 @@ def draw_params(model: torch.nn.Module, norm_center: float) -> dict[str, np.ndar
         # 0.2 is 1.6/sqrt(64) for matrices: activations near one, attention far from uniform.
         value = norm_center + 0.3 * noise if is_norm else 0.2 * noise
         params[name] = value.astype(np.float16)
+    for name, buffer in router_biases(model).items():
+        params[name] = (0.2 * rng.standard_normal(tuple(buffer.shape))).astype(np.float16)
     return params
+
+
+def router_biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that routers add to scores, which transformers leaves at zero."""
+    return {name: b for name, b in model.named_buffers() if name.endswith(ROUTER_BIAS)}
 
 
 def load_params(model: torch.nn.Module, params: dict[str, np.ndarray]) -> None:
     """Copies the drawn values in; every parameter must be given."""
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for name, param in [*model.named_parameters(), *router_biases(model).items()]:
             param.copy_(torch.from_numpy(params[name].astype(np.float32)))
 
 
@@ -218,9 +298,13 @@ def forward(model: torch.nn.Module, ids_BT: torch.Tensor) -> tuple[torch.Tensor,
 def ablation_effects(golden: Golden, params, ids_BT, logits_BTV) -> dict[str, float]:
     """Largest change of a logit per ablation; raises when one has no visible effect."""
     effects = {}
-    for overrides in golden.ablations:
-        model = build_model(golden, overrides)
-        load_params(model, params)
+    cases = [(overrides, params) for overrides in golden.ablations]
+    if golden.has_router_bias:
+        without = {n: v * 0 if n.endswith(ROUTER_BIAS) else v for n, v in params.items()}
+        cases.append(({ROUTER_BIAS: 0}, without))
+    for overrides, values in cases:
+        model = build_model(golden, {k: v for k, v in overrides.items() if k != ROUTER_BIAS})
+        load_params(model, values)
         with torch.no_grad():
             changed_BTV, _ = forward(model, ids_BT)
         effect = float((changed_BTV - logits_BTV).abs().max())
@@ -229,6 +313,22 @@ def ablation_effects(golden: Golden, params, ids_BT, logits_BTV) -> dict[str, fl
             raise ValueError(f"{overrides} changes the logits by {effect:.1e} only: not exercised")
         effects[", ".join(overrides)] = effect
     return effects
+
+
+def balance_losses(model: torch.nn.Module, ids_BT: torch.Tensor) -> dict[str, np.ndarray]:
+    """transformers' load-balancing loss of each layer with experts; nothing for other models."""
+    module = sys.modules[type(model).__module__]
+    if not hasattr(module, "load_balancing_loss_func"):
+        return {}
+    config = model.config
+    with torch.no_grad():
+        logits = model(input_ids=ids_BT, use_cache=False, output_router_logits=True).router_logits
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    losses = [
+        module.load_balancing_loss_func((layer,), experts, config.num_experts_per_tok)
+        for layer in logits
+    ]
+    return {"balance": np.array([float(x) for x in losses], np.float32)}
 
 
 def make(name: str) -> None:
@@ -263,6 +363,7 @@ def make(name: str) -> None:
         input_ids=ids_BT.numpy().astype(np.int32),
         logits=logits_BTV.detach().numpy(),
         loss=loss.detach().numpy(),
+        **balance_losses(model, ids_BT),
         **{f"param/{n}": v for n, v in params.items()},
         **{f"grad/{n}": v for n, v in grads.items()},
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mtjax.config import AttentionConfig, ModelConfig, RopeConfig
+from mtjax.config import AttentionConfig, ModelConfig, MoeConfig, RopeConfig
 from mtjax.models.decoder import block_groups
 
 
@@ -30,16 +30,19 @@ def model_from_hf(config: dict[str, Any]) -> ModelConfig:
             tied_embeddings=True,
         )
     gemma = config["model_type"] == "gemma2"
+    moe, ffn_dim = _moe(config)
     return ModelConfig(
         vocab_size=config["vocab_size"],
         embed_dim=config["hidden_size"],
         num_layers=config["num_hidden_layers"],
-        ffn_dim=config["intermediate_size"],
+        ffn_dim=ffn_dim,
+        moe=moe,
         attention=AttentionConfig(
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
             head_dim=config["head_dim"],
-            qk_norm=config["model_type"] == "qwen3",
+            qk_norm=config["model_type"] in ("qwen3", "qwen3_moe", "dots1"),
+            qkv_bias=config.get("qkv_bias", False),
             windows=(config["sliding_window"], 0) if gemma else (),
             logit_softcap=config.get("attn_logit_softcapping"),
             scale=config["query_pre_attn_scalar"] ** -0.5 if gemma else None,
@@ -54,6 +57,47 @@ def model_from_hf(config: dict[str, Any]) -> ModelConfig:
         embed_scale=gemma,
         logit_softcap=config.get("final_logit_softcapping"),
     )
+
+
+def _moe(config: dict[str, Any]) -> tuple[MoeConfig, int]:
+    """Experts, with room for every token, and the model's feed-forward width."""
+    kind, ffn_dim = config["model_type"], config["intermediate_size"]
+    if kind not in ("mixtral", "qwen2_moe", "qwen3_moe", "dots1"):
+        return MoeConfig(), ffn_dim
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next(config[name] for name in names if name in config)
+    common: dict[str, Any] = {
+        "num_experts": experts,
+        "top_k": config["num_experts_per_tok"],
+        "renormalize": config.get("norm_topk_prob", True),
+        "capacity_factor": float(experts),
+    }
+    if kind == "mixtral":
+        return MoeConfig(**common), ffn_dim
+    width = config["moe_intermediate_size"]
+    if kind == "qwen3_moe":
+        return MoeConfig(**common), width
+    if kind == "qwen2_moe":
+        shared = config["shared_expert_intermediate_size"]
+        every = config["decoder_sparse_step"]
+        return (
+            MoeConfig(
+                ffn_dim=width, shared_ffn_dim=shared, shared_gate=True, every=every, **common
+            ),
+            ffn_dim,
+        )
+    moe = MoeConfig(
+        ffn_dim=width,
+        shared_ffn_dim=width * config["n_shared_experts"],
+        first_dense=config["first_k_dense_replace"],
+        router="sigmoid",
+        score_bias=True,
+        num_groups=config["n_group"],
+        top_groups=config["topk_group"],
+        routed_scale=config["routed_scaling_factor"],
+        **common,
+    )
+    return moe, ffn_dim
 
 
 def _rope(rope: dict[str, Any]) -> RopeConfig:
@@ -73,11 +117,13 @@ Leaf = tuple[str, Callable[[np.ndarray], np.ndarray]]
 def hf_tree(model: ModelConfig, hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
     """Tensors under Hugging Face names (weights or gradients), as our tree."""
     leaves = _gpt2_leaves if hf["model_type"] == "gpt2" else _llama_leaves
-    top, block = leaves(model, hf)
+    top, dense = leaves(model, hf)
+    with_experts = _with_experts(model, hf, dense)
     blocks: dict[str, Any] = {}
     for i, group in enumerate(block_groups(model)):
         units = {}
-        for position in range(len(group.unit)):
+        for position, spec in enumerate(group.unit):
+            block = with_experts if spec.experts else dense
             layers = [group.layer_index(r, position) for r in range(group.repeat)]
             per_layer = [
                 {path: convert(tensors[name.format(layer)]) for path, (name, convert) in
@@ -138,6 +184,10 @@ def _llama_leaves(model: ModelConfig, hf: dict[str, Any]) -> tuple[dict, dict]:
     if model.attention.qk_norm:
         block["attention.query_norm.scale"] = (attn + "q_norm.weight", _same)
         block["attention.key_norm.scale"] = (attn + "k_norm.weight", _same)
+    if model.attention.qkv_bias:
+        for part in ("query", "key", "value"):
+            bias = f"{attn}{part[0]}_proj.bias"
+            block[f"attention.{part}.bias"] = (bias, lambda x: x.reshape(-1, H))
     top: dict[str, Leaf] = {
         "embed.embedding": ("model.embed_tokens.weight", _same),
         "head.norm.scale": ("model.norm.weight", _same),
@@ -145,6 +195,33 @@ def _llama_leaves(model: ModelConfig, hf: dict[str, Any]) -> tuple[dict, dict]:
     if not model.tied_embeddings:
         top["head.kernel"] = ("lm_head.weight", _same)
     return top, block
+
+
+def _with_experts(
+    model: ModelConfig, hf: dict[str, Any], dense: dict[str, Leaf]
+) -> dict[str, Leaf]:
+    """Leaves of a block with experts: transformers fuses gate and up, [E, 2F, D]."""
+    F, mlp = model.expert_dim, "model.layers.{}.mlp."
+    fused = mlp + "experts.gate_up_proj"
+
+    def swapped(x: np.ndarray) -> np.ndarray:
+        return np.swapaxes(x, 1, 2)
+
+    block = {path: leaf for path, leaf in dense.items() if not path.startswith("mlp.")} | {
+        "moe.router.kernel": (mlp + "gate.weight", _transposed),
+        "moe.gate": (fused, lambda x: swapped(x[:, :F])),
+        "moe.up": (fused, lambda x: swapped(x[:, F:])),
+        "moe.down": (mlp + "experts.down_proj", swapped),
+    }
+    if model.moe.score_bias:
+        block["moe.router.bias"] = (mlp + "gate.e_score_correction_bias", _same)
+    if model.moe.shared_ffn_dim:
+        shared = mlp + ("shared_expert" if hf["model_type"] == "qwen2_moe" else "shared_experts")
+        for part in ("gate", "up", "down"):
+            block[f"moe.shared.{part}.kernel"] = (f"{shared}.{part}_proj.weight", _transposed)
+    if model.moe.shared_gate:
+        block["moe.shared_gate.kernel"] = (mlp + "shared_expert_gate.weight", _transposed)
+    return block
 
 
 def _gpt2_leaves(model: ModelConfig, hf: dict[str, Any]) -> tuple[dict, dict]:

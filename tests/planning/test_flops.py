@@ -1,9 +1,18 @@
 """Parameter counts and model FLOPs against published numbers."""
 
+import jax
 import pytest
 
 from mtjax.config.model import AttentionConfig, ModelConfig
-from mtjax.planning.flops import attention_area, count_params, flops_per_token
+from mtjax.config.moe import MoeConfig
+from mtjax.parallel.stack import abstract_params
+from mtjax.planning.flops import (
+    attention_area,
+    count_active_params,
+    count_params,
+    flops_per_token,
+)
+from mtjax.sharding import unbox
 
 
 def _decoder(vocab, embed, layers, ffn, heads, kv=None, head_dim=None, qk_norm=False, **kwargs):
@@ -46,6 +55,14 @@ MODELS = {
         596_049_920,
     ),
     "gpt2": (_gpt(50257, 768, 12, 12, 1024), 124_439_808),
+    "mixtral-8x7b": (
+        _decoder(32000, 4096, 32, 14336, 32, 8, moe=MoeConfig(num_experts=8)),
+        46_702_792_704,
+    ),
+    "qwen3-30b-a3b": (
+        _decoder(151936, 2048, 48, 768, 32, 4, 128, True, moe=MoeConfig(num_experts=128, top_k=8)),
+        30_532_122_624,
+    ),
 }
 
 
@@ -68,7 +85,12 @@ def test_gpt_counts_follow_the_formula_of_narayanan_2021(embed, layers, heads, b
 
 
 @pytest.mark.parametrize(
-    ("name", "seq_len", "gflops"), [("llama2-7b", 4096, 42.8637), ("llama3-8b", 8192, 51.4704)]
+    ("name", "seq_len", "gflops"),
+    [
+        ("llama2-7b", 4096, 42.8637),
+        ("llama3-8b", 8192, 51.4704),
+        ("mixtral-8x7b", 4096, 79.7065),
+    ],
 )
 def test_flops_per_token_are_the_reference_values(name, seq_len, gflops):
     assert round(flops_per_token(MODELS[name][0], seq_len) / 1e9, 4) == gflops
@@ -93,3 +115,32 @@ def test_alternating_windows_count_each_layer_by_its_own_area():
 def test_a_sequence_without_tokens_is_an_error():
     with pytest.raises(ValueError, match="got 0, expected at least 1"):
         flops_per_token(_decoder(512, 64, 4, 128, 4), 0)
+
+
+def test_the_active_parameters_of_mixtral_are_those_published():
+    """12.88 billion: all but 6 of 8 experts in 32 layers."""
+    active = count_active_params(MODELS["mixtral-8x7b"][0])
+    assert active == 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336
+    assert round(active / 1e9, 2) == 12.88
+
+
+def test_experts_shared_ones_and_dense_layers_are_counted_as_built():
+    """DeepSeek-like: a dense layer, then experts with a gated shared one, and routing biases."""
+    moe = MoeConfig(
+        num_experts=8,
+        top_k=3,
+        ffn_dim=24,
+        shared_ffn_dim=48,
+        shared_gate=True,
+        first_dense=1,
+        router="sigmoid",
+        score_bias=True,
+    )
+    model = _decoder(128, 32, 3, 80, 4, moe=moe)
+    leaves = jax.tree.leaves(unbox(abstract_params(model)))
+    assert count_params(model) == sum(leaf.size for leaf in leaves)
+    dense, expert = 3 * 32 * 80, 3 * 32 * 24
+    shared = 3 * 32 * 48 + 32
+    used = 3 * 4 * 32 * 32 + dense + 2 * (3 * expert + shared) + 128 * 32
+    attention = 6 * 16 * 32 * 3  # 6 * T * N * H in each layer
+    assert flops_per_token(model, 16) == 6 * used + attention

@@ -1,0 +1,232 @@
+"""Mixture of experts: how many, who chooses them, and how tokens reach them."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from mtjax.config.check import config_class, require
+
+RouterKind = Literal["softmax", "softmax_after_topk", "sigmoid"]
+Dispatcher = Literal["capacity", "dropless", "allgather"]
+BalanceScope = Literal["microbatch", "sequence", "global"]
+
+
+@config_class("model.moe")
+class MoeConfig:
+    """Feed-forward parts made of experts, of which each token uses a few.
+
+    With `num_experts` 0 the model is dense, and every other field keeps its default.
+    """
+
+    num_experts: int = 0
+    """Routed experts E per layer; 0 is a dense model."""
+    top_k: int = 2
+    """Experts k that each token uses, at most num_experts."""
+    ffn_dim: int | None = None
+    """Inner width F of one expert; None means model.ffn_dim. Set it only where dense layers,
+    which have model.ffn_dim, stand beside those with experts."""
+    shared_ffn_dim: int = 0
+    """Inner width of the shared expert, which every token uses (n shared experts of width f are
+    one of width n * f); 0 is none."""
+    shared_gate: bool = False
+    """Scale the shared expert's output by sigmoid(x w), a scalar per token (Qwen2-MoE)."""
+    first_dense: int = 0
+    """Layers at the bottom that stay dense (DeepSeek)."""
+    every: int = 1
+    """Above those, the last of every n layers has experts and the others are dense; 1: all have."""
+    router: RouterKind = "softmax"
+    """softmax over all experts, then top-k (Switch, Mixtral, Qwen); softmax_after_topk over the
+    chosen logits (GPT-OSS); sigmoid scores of each expert by itself (DeepSeek-V3). Logits and
+    scores are float32 whatever the precision."""
+    renormalize: bool = True
+    """Divide the weights of the chosen experts by their sum (softmax and sigmoid)."""
+    routed_scale: float = 1.0
+    """Factor on the weights of the routed experts (DeepSeek), above 0."""
+    num_groups: int = 1
+    """Groups of consecutive experts that are chosen among first; a divisor of num_experts. A group
+    scores its best expert (softmax, DeepSeek-V2) or the sum of its best two (sigmoid, V3)."""
+    top_groups: int = 1
+    """Best groups whose experts a token may use, at most num_groups."""
+    score_bias: bool = False
+    """sigmoid: add a bias per expert to the scores when choosing, not when weighting. It is moved
+    by bias_update_rate only, never by a gradient (Wang et al. 2024, arXiv 2408.15664)."""
+    bias_update_rate: float = 0.0
+    """score_bias: after each optimizer step, each bias moves by this towards an even load over
+    the whole batch; 0 keeps the biases."""
+    dispatcher: Dispatcher = "capacity"
+    """capacity: fixed buffers per expert, all-to-all, batched products; what doesn't fit is
+    dropped. dropless: sorted tokens, products by group; needs a grouped-product kernel to be fast.
+    allgather: every device's experts look at every token: simple, slow, a reference."""
+    capacity_factor: float = 1.25
+    """capacity: an expert takes ceil(T * k / E * this) tokens of each sequence of T tokens."""
+    drop_policy: Literal["probability", "position"] = "probability"
+    """capacity: which tokens of a sequence an overfull expert keeps: those with the largest
+    routing weight, or the first."""
+    allow_expanded_products: bool = False
+    """dropless, allgather: run on GPU although XLA computes each expert on every token there,
+    num_experts (dropless) or num_experts / top_k (allgather) times the needed work."""
+    balance_coefficient: float = 0.0
+    """Weight of each layer's load-balancing loss, 1 at an even load (Fedus et al. 2021)."""
+    balance_scope: BalanceScope = "microbatch"
+    """Tokens over which loads are balanced: those of a microbatch on all devices; of each sequence
+    (mean over sequences); or of the whole batch, which takes a second forward pass when there are
+    several microbatches. Only microbatch depends on train.microbatches, by definition."""
+    z_coefficient: float = 0.0
+    """Weight of each layer's mean squared log-partition of the router logits (ST-MoE)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_experts >= 0, "moe.num_experts", self.num_experts, "at least 0", "0 is dense"
+        )
+        if not self.num_experts:
+            self._check_all_default()
+            return
+        self._check_router()
+        self._check_groups()
+        self._check_dispatch()
+        for name in ("shared_ffn_dim", "first_dense", "balance_coefficient", "z_coefficient"):
+            value = getattr(self, name)
+            require(value >= 0, f"moe.{name}", value, "at least 0", "0 turns it off")
+        require(
+            self.ffn_dim is None or self.ffn_dim > 0,
+            "moe.ffn_dim",
+            self.ffn_dim,
+            "a positive integer",
+            "None takes model.ffn_dim",
+        )
+        require(self.every >= 1, "moe.every", self.every, "at least 1", "1 is every layer")
+        require(
+            not self.shared_gate or self.shared_ffn_dim > 0,
+            "moe.shared_gate",
+            self.shared_gate,
+            "False without a shared expert",
+            "set moe.shared_ffn_dim",
+        )
+        require(
+            self.balance_coefficient > 0 or self.balance_scope == "microbatch",
+            "moe.balance_scope",
+            self.balance_scope,
+            "the default while moe.balance_coefficient is 0",
+            "set the coefficient, such as 0.01",
+        )
+
+    def _check_all_default(self) -> None:
+        for config_field in dataclasses.fields(self):
+            value = getattr(self, config_field.name)
+            require(
+                value == config_field.default,
+                f"moe.{config_field.name}",
+                value,
+                f"{config_field.default!r} while moe.num_experts is 0, a dense model",
+                "set moe.num_experts or drop it",
+            )
+
+    def _check_router(self) -> None:
+        require(
+            1 <= self.top_k <= self.num_experts,
+            "moe.top_k",
+            self.top_k,
+            f"between 1 and moe.num_experts ({self.num_experts})",
+            "change one of them",
+        )
+        require(self.routed_scale > 0, "moe.routed_scale", self.routed_scale, "above 0", "1 is off")
+        require(
+            self.renormalize or self.router != "softmax_after_topk",
+            "moe.renormalize",
+            self.renormalize,
+            "True with router softmax_after_topk, whose weights add up to 1 by themselves",
+            "drop it or use router softmax",
+        )
+        require(
+            not self.score_bias or self.router == "sigmoid",
+            "moe.score_bias",
+            self.score_bias,
+            f"False with router {self.router}",
+            "use router sigmoid",
+        )
+        require(
+            self.bias_update_rate >= 0,
+            "moe.bias_update_rate",
+            self.bias_update_rate,
+            "at least 0",
+            "try 0.001",
+        )
+        require(
+            not self.bias_update_rate or self.score_bias,
+            "moe.bias_update_rate",
+            self.bias_update_rate,
+            "0 without moe.score_bias",
+            "set moe.score_bias",
+        )
+
+    def _check_groups(self) -> None:
+        groups = self.num_groups
+        require(
+            groups >= 1 and self.num_experts % groups == 0,
+            "moe.num_groups",
+            groups,
+            f"a divisor of moe.num_experts ({self.num_experts})",
+            "1 is no groups",
+        )
+        require(
+            groups == 1 or self.router != "softmax_after_topk",
+            "moe.num_groups",
+            groups,
+            "1 with router softmax_after_topk",
+            "use router softmax or sigmoid",
+        )
+        require(
+            1 <= self.top_groups <= groups,
+            "moe.top_groups",
+            self.top_groups,
+            f"between 1 and moe.num_groups ({groups})",
+            "change one of them",
+        )
+        per_group = self.num_experts // groups
+        require(
+            self.top_groups * per_group >= self.top_k,
+            "moe.top_groups",
+            self.top_groups,
+            f"groups that hold at least moe.top_k ({self.top_k}) experts, {per_group} in each",
+            "raise it or lower moe.top_k",
+        )
+        require(
+            groups == 1 or self.router != "sigmoid" or per_group >= 2,
+            "moe.num_groups",
+            groups,
+            "at least two experts in each group, whose best two make its score",
+            "lower it",
+        )
+
+    def _check_dispatch(self) -> None:
+        capacity = self.dispatcher == "capacity"
+        factor = self.capacity_factor
+        require(factor > 0, "moe.capacity_factor", factor, "above 0", "try 1.25")
+        for name in ("capacity_factor", "drop_policy"):
+            default = type(self).__dataclass_fields__[name].default
+            require(
+                capacity or getattr(self, name) == default,
+                f"moe.{name}",
+                getattr(self, name),
+                f"the default with dispatcher {self.dispatcher}, which drops nothing",
+                "use dispatcher capacity or drop it",
+            )
+        require(
+            not (capacity and self.allow_expanded_products),
+            "moe.allow_expanded_products",
+            True,
+            "False with dispatcher capacity, which expands nothing",
+            "drop it",
+        )
+
+    def capacity(self, seq_len: int) -> int:
+        """Tokens of one sequence that an expert takes (dispatcher capacity)."""
+        # A token uses an expert once: more room than tokens is never filled. The subtraction
+        # keeps float rounding from adding a slot where the product is a whole number.
+        wanted = seq_len * self.top_k / self.num_experts * self.capacity_factor
+        return min(math.ceil(wanted - 1e-9), seq_len)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward part of this layer, counted from 0, is made of experts."""
+        above = layer - self.first_dense
+        return self.num_experts > 0 and above >= 0 and (above + 1) % self.every == 0

@@ -1,0 +1,271 @@
+"""How tokens reach their experts and come back, on local blocks of the mesh.
+
+The experts are split over (expert, tensor). Along tensor, devices hold parts of the same sequences:
+they gather them, each serves its own share of the experts, and a reduce-scatter adds up what they
+give, as in a tensor-parallel feed-forward part. Along expert, devices hold other sequences: there
+the dispatchers exchange tokens. Whole sequences meet on one device, which is why what the capacity
+dispatcher drops depends on the sequence alone, on any mesh.
+
+Shape suffixes beside those of the package: K experts of one token, P token-expert pairs, R devices
+that exchange tokens, J experts served here for all R devices, L experts held here (J = R L).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from mtjax.config.model import ModelConfig
+from mtjax.config.moe import MoeConfig
+from mtjax.layers.mlp import ACTIVATIONS
+from mtjax.layers.router import Routing
+from mtjax.sharding import local_map, mesh_axes, reshard
+
+KERNEL_NAMES = {
+    "gate": ("experts", "embed", "expert_ffn"),
+    "up": ("experts", "embed", "expert_ffn"),
+    "down": ("experts", "expert_ffn", "embed"),
+}
+"""Logical names of the kernels of all experts."""
+
+Kernels = dict[str, jax.Array]
+"""gate (gated activations), up [E, D, F] and down [E, F, D]."""
+
+
+class _Axes(NamedTuple):
+    """Mesh axes of one call."""
+
+    exchange: tuple[str, ...]
+    """Those that split experts and sequences alike."""
+    share: tuple[str, ...]
+    """Those that split experts only, once sequences are gathered."""
+    gather: tuple[str, ...]
+    """Those that split each sequence outside: `share`, or none (generation)."""
+
+
+def run_experts(
+    model: ModelConfig, x_BTD: jax.Array, routing: Routing, kernels: Kernels
+) -> jax.Array:
+    """Weighted sum of the outputs of each token's experts, [B, T, D]; 0 where a token has none."""
+    experts, batch = mesh_axes("experts"), mesh_axes("batch")
+    axes = _Axes(
+        exchange=tuple(axis for axis in experts if axis in batch),
+        share=tuple(axis for axis in experts if axis not in batch),
+        gather=mesh_axes("seq_sp"),
+    )
+    assert axes.gather in ((), axes.share), "sequences and experts are split over other axes"
+    split, whole = ("batch", "seq_sp", None), ("batch", "seq", None)
+    held = ("experts", None, None)
+    names = list(kernels)
+    pinned = [reshard(kernels[name], KERNEL_NAMES[name], held) for name in names]
+
+    def local(x_BTD, experts_BTK, weights_BTK, *blocks):
+        return _local(
+            model, axes, x_BTD, experts_BTK, weights_BTK, dict(zip(names, blocks, strict=True))
+        )
+
+    experts_BTK, weights_BTK = (reshard(a, split, whole) for a in routing)
+    in_names = (split, whole, whole, *[held] * len(names))
+    return local_map(local, in_names, split)(x_BTD, experts_BTK, weights_BTK, *pinned)
+
+
+def _local(model, axes: _Axes, x_BTD, experts_BTK, weights_BTK, kernels: Kernels) -> jax.Array:
+    """Tokens held here; T is the whole sequence but for `x_BTD`, which is gathered first."""
+    if axes.gather:
+        x_BTD = jax.lax.all_gather(x_BTD, axes.gather, axis=1, tiled=True)
+    num_held = kernels["up"].shape[0]
+    num_peers, num_shares = (_size(a) for a in (axes.exchange, axes.share))
+    # Expert e lives on the device (peer, share) with e // L = peer * num_shares + share.
+    peer, share = jnp.divmod(experts_BTK // num_held, num_shares)
+    mine = (peer < num_peers) & (share == _index(axes.share))
+    served = jnp.where(mine, peer * num_held + experts_BTK % num_held, num_peers * num_held)
+    dispatch = _DISPATCHERS[model.moe.dispatcher]
+    activation = partial(_ffn, ACTIVATIONS[model.activation])
+    y_BTD = dispatch(model.moe, activation, axes, x_BTD, served, weights_BTK, kernels)
+    if axes.gather:
+        return jax.lax.psum_scatter(y_BTD, axes.gather, scatter_dimension=1, tiled=True)
+    return jax.lax.psum(y_BTD, axes.share) if axes.share else y_BTD
+
+
+def _size(axes: tuple[str, ...]) -> int:
+    return jax.lax.axis_size(axes) if axes else 1
+
+
+def _index(axes: tuple[str, ...]) -> Any:
+    return jax.lax.axis_index(axes) if axes else 0
+
+
+def _ffn(
+    activation: Callable, product: Callable[[jax.Array, jax.Array], jax.Array], x, kernels: Kernels
+) -> jax.Array:
+    """down(act(up(x))), or down(act(gate(x)) * up(x)), of the experts that `product` sees."""
+    up = checkpoint_name(product(x, kernels["up"]), "ffn_in")
+    if "gate" not in kernels:
+        return product(activation(up), kernels["down"])
+    gate = checkpoint_name(product(x, kernels["gate"]), "ffn_in")
+    return product(activation(gate) * up, kernels["down"])
+
+
+@jax.custom_vjp
+def take_rows(x_ND: jax.Array, index_M: jax.Array, inverse_NK: jax.Array) -> jax.Array:
+    """Rows x[index], [M, D]; an index of N gives zeros.
+
+    `inverse_NK` names the rows of the result that hold each row of x, M where there are fewer
+    than K: with it the gradient is a gather too, in place of a scatter that adds.
+    """
+    return x_ND.at[index_M].get(mode="fill", fill_value=0)
+
+
+def _take_rows_forward(x_ND, index_M, inverse_NK):
+    return take_rows(x_ND, index_M, inverse_NK), inverse_NK
+
+
+def _take_rows_backward(inverse_NK, dy_MD):
+    rows_NKD = dy_MD.at[inverse_NK].get(mode="fill", fill_value=0)
+    # Several terms are added in float32.
+    return jnp.sum(rows_NKD.astype(jnp.float32), axis=1).astype(dy_MD.dtype), None, None
+
+
+take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+
+
+def _invert(slot_P: jax.Array, num_slots: int) -> jax.Array:
+    """Which entry holds each slot, [num_slots]; P where none does."""
+    empty = jnp.full((num_slots,), slot_P.size, jnp.int32)
+    return empty.at[slot_P].set(jnp.arange(slot_P.size, dtype=jnp.int32), mode="drop")
+
+
+def _places(served_P: jax.Array, urgency_P: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+    """Each pair's place in the queue of its expert, int32 [P], and the lengths of the queues [J].
+
+    The most urgent is first, then the earlier one.
+    """
+    number_P = jnp.arange(served_P.size, dtype=jnp.int32)
+    sorted_P, _, order_P = jax.lax.sort((served_P, -urgency_P, number_P), num_keys=3)
+    length_J = jnp.sum(served_P[:, None] == jnp.arange(num), axis=0, dtype=jnp.int32)
+    first = jnp.cumsum(length_J) - length_J
+    # Pairs served elsewhere come last; their place is never read.
+    place_sorted = number_P - first.at[sorted_P].get(mode="fill", fill_value=0)
+    return jnp.zeros_like(number_P).at[order_P].set(place_sorted, unique_indices=True), length_J
+
+
+def _combine(rows_PD: jax.Array, weights_BTK: jax.Array) -> jax.Array:
+    """Weighted sum over each token's experts, added in float32."""
+    rows = rows_PD.reshape(*weights_BTK.shape, -1).astype(jnp.float32)
+    return jnp.sum(rows * weights_BTK[..., None], axis=2).astype(rows_PD.dtype)
+
+
+def _capacity(
+    moe: MoeConfig, ffn, axes: _Axes, x_BTD, served_BTK, weights_BTK, kernels: Kernels
+) -> jax.Array:
+    """Buffers of fixed size, one per sequence and expert (Lepikhin et al. 2020, GShard)."""
+    B, T, D = x_BTD.shape
+    K, P, C = served_BTK.shape[2], T * served_BTK.shape[2], moe.capacity(T)
+    num = _size(axes.exchange) * kernels["up"].shape[0]
+    served_BP = served_BTK.reshape(B, P)
+    urgency_BP = jnp.zeros((B, P), jnp.float32)
+    if moe.drop_policy == "probability":
+        urgency_BP = jax.lax.stop_gradient(weights_BTK).reshape(B, P)
+    place_BP, _ = jax.vmap(partial(_places, num=num))(served_BP, urgency_BP)
+    fits = (served_BP < num) & (place_BP < C)
+    slot_BP = (served_BP * B + jnp.arange(B)[:, None]) * C + place_BP
+    slot = jnp.where(fits, slot_BP, num * B * C).reshape(-1)
+    pair = _invert(slot, num * B * C)
+    x = take_rows(x_BTD.reshape(B * T, D), pair // K, slot.reshape(B * T, K))
+    x_JCD = x.reshape(num, B * C, D)
+    if axes.exchange:
+        x_JCD = jax.lax.all_to_all(x_JCD, axes.exchange, 0, 1, tiled=True)
+    x_JCD = checkpoint_name(x_JCD, "expert_in")
+    y_JCD = ffn(partial(jnp.einsum, "ECD,EDF->ECF"), x_JCD, kernels)
+    if axes.exchange:
+        y_JCD = jax.lax.all_to_all(y_JCD, axes.exchange, 1, 0, tiled=True)
+    y = checkpoint_name(y_JCD, "expert_out").reshape(num * B * C, D)
+    return _combine(take_rows(y, slot, pair[:, None]), weights_BTK)
+
+
+def _dropless(
+    moe: MoeConfig, ffn, axes: _Axes, x_BTD, served_BTK, weights_BTK, kernels: Kernels
+) -> jax.Array:
+    """Rows sorted by expert, products by group (Gale et al. 2022, MegaBlocks, arXiv 2211.15841).
+
+    Buffers hold the worst case, every token of R devices sent here, so nothing is ever dropped.
+    """
+    B, T, D = x_BTD.shape
+    K, L, R = served_BTK.shape[2], kernels["up"].shape[0], _size(axes.exchange)
+    served = served_BTK.reshape(-1)
+    place, length_J = _places(served, jnp.zeros(served.shape, jnp.float32), R * L)
+    length_RL = length_J.reshape(R, L)
+    # Sent to each device: its rows in the order of its experts, at most S of them.
+    S = B * T * min(K, L)
+    first_RL = S * jnp.arange(R)[:, None] + jnp.cumsum(length_RL, axis=1) - length_RL
+    first = first_RL.reshape(-1).at[served].get(mode="fill", fill_value=0)
+    slot = jnp.where(served < R * L, first + place, R * S)
+    pair = _invert(slot, R * S)
+    x = take_rows(x_BTD.reshape(B * T, D), pair // K, slot.reshape(B * T, K))
+    if axes.exchange:
+        x, length_RL = (jax.lax.all_to_all(a, axes.exchange, 0, 0, tiled=True) for a in
+                        (x, length_RL))  # fmt: skip
+    regrouped = _by_expert(length_RL, S)
+    back = _invert(regrouped, R * S)
+    x = checkpoint_name(take_rows(x, back, regrouped[:, None]), "expert_in")
+    sizes_L = jnp.sum(length_RL, axis=0)
+    y = ffn(partial(_ragged_dot, sizes_L), x, kernels)
+    y = take_rows(y, regrouped, back[:, None])
+    if axes.exchange:
+        y = jax.lax.all_to_all(y, axes.exchange, 0, 0, tiled=True)
+    y = checkpoint_name(y, "expert_out")
+    return _combine(take_rows(y, slot, pair[:, None]), weights_BTK)
+
+
+def _ragged_dot(sizes_L: jax.Array, x_MD: jax.Array, kernel_LDF: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x_MD, kernel_LDF, group_sizes=sizes_L)
+
+
+def _by_expert(length_RL: jax.Array, size: int) -> jax.Array:
+    """New row of each received one, int32 [R * S]: by expert, then by sender; R S if it is empty.
+
+    Sender r wrote length_RL[r] rows of each expert, one behind the other, from row r S on.
+    """
+    R, L = length_RL.shape
+    end_RL = jnp.cumsum(length_RL, axis=1)
+    row_S = jnp.arange(size)
+    expert_RS = jnp.sum(row_S[None, :, None] >= end_RL[:, None, :], axis=-1)
+    by_expert = length_RL.T.reshape(-1)
+    target_RL = (jnp.cumsum(by_expert) - by_expert).reshape(L, R).T
+    shift_RL = target_RL - (end_RL - length_RL)
+    shift_RS = jnp.take_along_axis(shift_RL, jnp.minimum(expert_RS, L - 1), axis=1)
+    return jnp.where(expert_RS < L, row_S + shift_RS, R * size).reshape(-1)
+
+
+def _allgather(
+    moe: MoeConfig, ffn, axes: _Axes, x_BTD, served_BTK, weights_BTK, kernels: Kernels
+) -> jax.Array:
+    """Every held expert on every token of all peers, weighted by 0 where it was not chosen."""
+    L = kernels["up"].shape[0]
+    first: Any = 0
+    if axes.exchange:
+        gather = partial(jax.lax.all_gather, axis_name=axes.exchange, axis=0, tiled=True)
+        x_BTD, served_BTK, weights_BTK = (gather(a) for a in (x_BTD, served_BTK, weights_BTK))
+        first = _index(axes.exchange) * L
+
+    def add(y_BTD, one):
+        number, kernels = one
+        weight_BT = jnp.sum(jnp.where(served_BTK == first + number, weights_BTK, 0.0), axis=-1)
+        out_BTD = ffn(jnp.matmul, x_BTD, kernels).astype(jnp.float32)
+        return y_BTD + weight_BT[..., None] * out_BTD, None
+
+    start = jnp.zeros(x_BTD.shape, jnp.float32)
+    y_BTD = jax.lax.scan(add, start, (jnp.arange(L), kernels))[0].astype(x_BTD.dtype)
+    if axes.exchange:
+        y_BTD = jax.lax.psum_scatter(y_BTD, axes.exchange, scatter_dimension=0, tiled=True)
+    return y_BTD
+
+
+_DISPATCHERS: dict[str, Callable[..., jax.Array]] = {
+    "capacity": _capacity,
+    "dropless": _dropless,
+    "allgather": _allgather,
+}

@@ -1,0 +1,70 @@
+"""A feed-forward part made of experts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from mtjax.config.model import ModelConfig
+from mtjax.config.moe import MoeConfig
+from mtjax.layers.dispatch import KERNEL_NAMES, Kernels, run_experts
+from mtjax.layers.init import normal
+from mtjax.layers.linear import Linear, named
+from mtjax.layers.mlp import Mlp
+from mtjax.layers.router import Router, RouterStats
+from mtjax.sharding import reshard, shard
+
+_SPLIT, _WHOLE = ("batch", "seq_sp", None), ("batch", "seq", None)
+
+
+class Moe(nn.Module):
+    """sum_k weight_k * expert_k(x), over the experts that the router chooses, + shared(x)."""
+
+    model: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: jax.Array, counts_BT: jax.Array | None, load_E: jax.Array | None
+    ) -> tuple[jax.Array, RouterStats]:
+        """Output [B, T, D], sequence-parallel as the input, and the router's statistics.
+
+        `counts_BT`: bool, False where a position holds padding: it gets 0, and nothing it holds,
+        NaN included, reaches an expert, a load or a loss; None: all count. `load_E`: see Router.
+        """
+        model = self.model
+        x_BTD = shard(x_BTD, *_SPLIT)
+        if counts_BT is None:
+            counts_BT = jnp.ones(x_BTD.shape[:2], bool)
+        counts_BT = shard(counts_BT, *_SPLIT[:2])
+        x_BTD = jnp.where(counts_BT[..., None], x_BTD, jnp.zeros((), x_BTD.dtype))
+        routing, stats = Router(model, name="router")(x_BTD, counts_BT, load_E)
+        y_BTD = run_experts(model, x_BTD, routing, self._kernels(x_BTD.dtype))
+        if model.moe.shared_ffn_dim:
+            y_BTD += self._shared(x_BTD)
+        return y_BTD, stats
+
+    def _kernels(self, dtype: jnp.dtype) -> Kernels:
+        """Kernels of all experts, in the compute dtype."""
+        model = self.model
+        E, D, F = model.moe.num_experts, model.embed_dim, model.expert_dim
+        out_std = model.init_std / (2 * model.num_layers) ** 0.5
+        shapes = {"up": ((E, D, F), model.init_std), "down": ((E, F, D), out_std)}
+        if model.gated:
+            shapes["gate"] = shapes["up"]
+        return {
+            name: self.param(
+                name, named(normal(std), KERNEL_NAMES[name]), shape, jnp.float32
+            ).astype(dtype)
+            for name, (shape, std) in shapes.items()
+        }
+
+    def _shared(self, x_BTD: jax.Array) -> jax.Array:
+        """What the expert that sees every token gives, scaled by its gate if it has one."""
+        model = self.model
+        dense = dataclasses.replace(model, ffn_dim=model.moe.shared_ffn_dim, moe=MoeConfig())
+        y_BTD = shard(Mlp(dense, name="shared")(reshard(x_BTD, _SPLIT, _WHOLE)), *_SPLIT)
+        if not model.moe.shared_gate:
+            return y_BTD
+        gate = Linear((1,), ("embed", None), model.init_std, name="shared_gate")
+        return y_BTD * jax.nn.sigmoid(gate(x_BTD))

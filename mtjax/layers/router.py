@@ -1,0 +1,185 @@
+"""Who computes which token: scores, choice of experts, and what keeps their loads even.
+
+Shape suffixes beside those of the package: E experts, K experts of one token.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from mtjax.config.model import ModelConfig
+from mtjax.config.moe import MoeConfig
+from mtjax.layers.init import normal
+from mtjax.layers.linear import named
+from mtjax.sharding import local_map, reshard, shard, sum_over_manual
+
+_TOKENS = ("batch", "seq_sp", None)
+
+
+class Routing(NamedTuple):
+    """Where each token goes.
+
+    `experts`: int32 [B, T, K], E where the token does not count. `weights`: float32 [B, T, K],
+    factors on the outputs of those experts.
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+
+
+class RouterStats(NamedTuple):
+    """What one layer's router did to the tokens that count: float32 sums, so that microbatches
+    and shards add up. Only `balance` and `z` carry gradients."""
+
+    load: jax.Array
+    """[E]: tokens sent to each expert, before any is dropped."""
+    dropped: jax.Array
+    """Token-expert pairs that find no room."""
+    entropy: jax.Array
+    """Entropy of each token's probabilities, in nats."""
+    balance: jax.Array
+    """Balance loss, times the tokens of its scope; scope sequence: summed over sequences."""
+    z: jax.Array
+    """Squared log-partition of the logits of each token."""
+
+
+class Router(nn.Module):
+    """Scores every expert for every token, in float32."""
+
+    model: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: jax.Array, counts_BT: jax.Array, load_E: jax.Array | None
+    ) -> tuple[Routing, RouterStats]:
+        """Routing and its statistics.
+
+        `counts_BT`: bool, which tokens are no padding. `load_E`: load of the whole batch, for a
+        balance loss of that scope; None takes the load of these tokens.
+        """
+        moe = self.model.moe
+        kernel_DE = self.param(
+            "kernel",
+            named(normal(self.model.init_std), ("embed", "router")),
+            (self.model.embed_dim, moe.num_experts),
+            jnp.float32,
+        )
+        bias_E = jnp.zeros((moe.num_experts,), jnp.float32)
+        if moe.score_bias:
+            box = named(nn.initializers.zeros, ("router",))
+            bias_E = self.param("bias", box, (moe.num_experts,), jnp.float32)
+        kernel_DE = reshard(kernel_DE.astype(jnp.float32), ("embed", "router"), (None, "router"))
+        # HIGHEST: on GPU float32 products would otherwise be rounded to TF32.
+        logits_BTE = jnp.einsum(
+            "BTD,DE->BTE",
+            x_BTD.astype(jnp.float32),
+            kernel_DE,
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        logits_BTE = shard(logits_BTE, *_TOKENS)
+        # An island: XLA gathers the operand of a top-k that it splits by itself.
+        experts, weights, probabilities = local_map(
+            partial(route, moe), (_TOKENS, (None,)), [_TOKENS] * 3
+        )(logits_BTE, jax.lax.stop_gradient(bias_E))
+        experts = jnp.where(counts_BT[..., None], experts, moe.num_experts)
+        stats = router_stats(moe, logits_BTE, probabilities, experts, counts_BT, load_E)
+        return Routing(experts, weights), stats
+
+
+def route(
+    moe: MoeConfig, logits_BTE: jax.Array, bias_E: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Chosen experts int32 [B, T, K], their weights [B, T, K], and probabilities [B, T, E].
+
+    The probabilities, which add up to 1, are those of the balance loss: the softmax of all
+    logits, or sigmoid scores by their sum (DeepSeek-AI 2024, arXiv 2412.19437, eq. 17-20).
+    """
+    probabilities = jax.nn.softmax(logits_BTE, axis=-1)
+    if moe.router == "softmax_after_topk":
+        chosen, experts = jax.lax.top_k(logits_BTE, moe.top_k)
+        return experts, moe.routed_scale * jax.nn.softmax(chosen, axis=-1), probabilities
+    scores = probabilities
+    if moe.router == "sigmoid":
+        scores = jax.nn.sigmoid(logits_BTE)
+        probabilities = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+    preference = jax.lax.stop_gradient(scores) + bias_E
+    if moe.num_groups > 1:
+        preference = _only_best_groups(moe, preference)
+    _, experts = jax.lax.top_k(preference, moe.top_k)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if moe.renormalize:
+        weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-20
+    return experts, moe.routed_scale * weights, probabilities
+
+
+def _only_best_groups(moe: MoeConfig, preference_BTE: jax.Array) -> jax.Array:
+    """The preference with -inf outside of each token's best groups.
+
+    Not 0 in place of -inf: a biased score may be negative.
+    """
+    shape = (*preference_BTE.shape[:-1], moe.num_groups, -1)
+    grouped_BTGE = preference_BTE.reshape(shape)
+    num_best = 2 if moe.router == "sigmoid" else 1
+    score_BTG = jnp.sum(jax.lax.top_k(grouped_BTGE, num_best)[0], axis=-1)
+    _, groups = jax.lax.top_k(score_BTG, moe.top_groups)
+    allowed_BTG = jnp.any(groups[..., None] == jnp.arange(moe.num_groups), axis=-2)
+    return jnp.where(allowed_BTG[..., None], grouped_BTGE, -jnp.inf).reshape(preference_BTE.shape)
+
+
+def router_stats(
+    moe: MoeConfig,
+    logits_BTE: jax.Array,
+    probabilities_BTE: jax.Array,
+    experts_BTK: jax.Array,
+    counts_BT: jax.Array,
+    load_E: jax.Array | None,
+) -> RouterStats:
+    """Sums over the tokens that count.
+
+    The balance loss of T tokens is E / (k T^2) * sum_i (sum_t p_ti) n_i, with n_i tokens sent to
+    expert i (Fedus et al. 2021, arXiv 2101.03961, eq. 4, for k = 1). It is linear in p: with the
+    load of the whole scope known, shards and microbatches give their share by themselves.
+    """
+    chosen = experts_BTK[..., None] == jnp.arange(moe.num_experts)
+    load_BE = jnp.sum(chosen, axis=(1, 2)).astype(jnp.float32)
+    load_here_E = jnp.sum(load_BE, axis=0)
+    probability_BE = jnp.sum(jnp.where(counts_BT[..., None], probabilities_BTE, 0.0), axis=1)
+    if moe.balance_scope == "sequence":
+        tokens_B = jnp.sum(counts_BT, axis=1).astype(jnp.float32)
+        cost_BE = _cost(moe, load_BE) / jnp.maximum(tokens_B, 1.0)[:, None]
+        balance = jnp.sum(probability_BE * cost_BE)
+    else:
+        if load_E is None:
+            load_E = sum_over_manual(load_here_E, "batch")
+        balance = jnp.sum(probability_BE * _cost(moe, load_E))
+    log_z_BT = jax.nn.logsumexp(logits_BTE, axis=-1)
+    fixed = jax.lax.stop_gradient(probabilities_BTE)
+    entropy_BT = -jnp.sum(jax.scipy.special.xlogy(fixed, fixed), axis=-1)
+    dropped = jnp.zeros((), jnp.float32)
+    if moe.dispatcher == "capacity":
+        dropped = jnp.sum(jnp.maximum(load_BE - moe.capacity(logits_BTE.shape[1]), 0.0))
+    return RouterStats(
+        load=load_here_E,
+        dropped=dropped,
+        entropy=jnp.sum(jnp.where(counts_BT, entropy_BT, 0.0)),
+        balance=balance,
+        z=jnp.sum(jnp.where(counts_BT, jnp.square(log_z_BT), 0.0)),
+    )
+
+
+def _cost(moe: MoeConfig, load: jax.Array) -> jax.Array:
+    """What a token's probability of each expert costs: E n_i / (k T), 1 for each at even loads."""
+    pairs = jnp.sum(load, axis=-1, keepdims=True)  # k for each token
+    return moe.num_experts * load / jnp.maximum(pairs, 1.0)
+
+
+def next_score_bias(moe: MoeConfig, bias: jax.Array, load: jax.Array) -> jax.Array:
+    """Biases [..., E] after a step in which the experts had these loads over the whole batch.
+
+    bias += rate * sign(mean load - load) (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
+    """
+    mean = jnp.mean(load, axis=-1, keepdims=True)
+    return bias + moe.bias_update_rate * jnp.sign(mean - load)
