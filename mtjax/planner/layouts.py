@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mtjax.config import Config, validate
 from mtjax.config.mesh import AXES, MeshConfig
 from mtjax.planner.memory import estimate_memory, padded_params
+from mtjax.planning.flops import count_expert_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def candidates(config: Config, num_devices: int) -> tuple[list[Candidate], int]:
     found, invalid = [], 0
     for sizes in factorisations(num_devices, len(AXES)):
         mesh = MeshConfig(**dict(zip(AXES, sizes, strict=True)))
-        rows = config.train.batch_size // (mesh.data * mesh.fsdp)
+        rows = config.train.batch_size // (mesh.data * mesh.fsdp * mesh.expert)
         microbatches = math.gcd(config.train.microbatches, max(rows, 1))
         train = dataclasses.replace(config.train, microbatches=microbatches)
         try:
@@ -68,17 +69,26 @@ def sent_bytes(config: Config) -> float:
 
     fsdp: two gathers and one scatter of the weights per microbatch (Rajbhandari et al. 2020).
     tensor: four gathers and four scatters of the activations per block, recomputation apart
-    (Korthikanti et al. 2022). data: one gather in two bytes and one scatter in four per step.
+    (Korthikanti et al. 2022). expert: it splits other weights as fsdp does, and tokens go out and
+    back twice (Lepikhin et al. 2020). data: one gather in two bytes, one scatter in four per step.
     """
     model, train, mesh = config.model, config.train, config.mesh
-    weights = padded_params(model)
-    tokens = train.batch_size * train.seq_len / (mesh.data * mesh.fsdp)
+    weights, experts = padded_params(model), count_expert_params(model)
+    tokens = train.batch_size * train.seq_len / (mesh.data * mesh.fsdp * mesh.expert)
+    shards = mesh.fsdp * mesh.expert * mesh.tensor
+    experts_per_device = experts / (mesh.expert * mesh.tensor)
 
     def share(size: int) -> float:
         return (size - 1) / size
 
+    fsdp = share(mesh.fsdp * mesh.expert) * (weights - experts) / mesh.tensor
+    fsdp += share(mesh.fsdp) * experts_per_device
+    tensor = share(mesh.tensor) * 8 * 2 * model.num_layers * tokens * model.embed_dim
+    layers = sum(model.moe.has_experts(layer) for layer in range(model.num_layers))
+    moved = 4 * 2 * layers * tokens * model.moe.top_k * model.embed_dim / mesh.tensor
     return (
-        share(mesh.fsdp) * 3 * 2 * train.microbatches * weights / mesh.tensor
-        + share(mesh.tensor) * 8 * 2 * model.num_layers * tokens * model.embed_dim
-        + share(mesh.data) * (2 + 4) * weights / (mesh.fsdp * mesh.tensor)
+        3 * 2 * train.microbatches * fsdp
+        + tensor
+        + share(mesh.expert * mesh.tensor) * moved
+        + share(mesh.data) * (2 + 4) * weights / shards
     )

@@ -7,7 +7,7 @@ and the loss hold while they work is counted in whole arrays of our own step.
 
 from mtjax.config import Config
 from mtjax.config.model import ModelConfig
-from mtjax.planning.flops import count_params
+from mtjax.planning.flops import count_expert_params, count_params
 
 _COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MOMENT_BYTES = {"adamw": 8, "lion": 4, "muon": 4, "sgd": 4, "adafactor": 0}
@@ -17,7 +17,7 @@ _MOMENT_BYTES = {"adamw": 8, "lion": 4, "muon": 4, "sgd": 4, "adafactor": 0}
 def estimate_memory(config: Config) -> dict[str, float]:
     """Bytes per device by part, largest moment of the step. The mesh must be resolved."""
     mesh = config.mesh
-    shards = mesh.fsdp * mesh.tensor
+    shards = mesh.fsdp * mesh.expert * mesh.tensor
     local = padded_params(config.model) / shards
     compute = _COMPUTE_BYTES[config.precision]
     stored = 4 + _MOMENT_BYTES[config.optimizer.name]
@@ -47,7 +47,8 @@ def _table_params(model: ModelConfig) -> int:
 def _tokens(config: Config) -> float:
     """Tokens that pass through a device's layers at a time."""
     train, mesh = config.train, config.mesh
-    return train.batch_size * train.seq_len / train.microbatches / mesh.data / mesh.fsdp
+    replicas = mesh.data * mesh.fsdp * mesh.expert
+    return train.batch_size * train.seq_len / train.microbatches / replicas
 
 
 def _saved_bytes(config: Config) -> float:
@@ -80,10 +81,34 @@ def _block_bytes(config: Config) -> float:
     heads = (model.attention.num_heads + 2 * model.num_kv_heads) * model.head_dim
     # Gate, up, their product and two cotangents; block input, normed input and two cotangents.
     mlp = tokens * (5 * model.ffn_dim / mesh.tensor + 4 * model.embed_dim)
+    if model.moe.num_experts:
+        mlp = _experts_elements(config)
     # Input and cotangent, each with a transpose, and the input gradients of query, key and value.
     attention = tokens * (7 * model.embed_dim + 2 * heads / mesh.tensor)
     table = 4 * model.padded_vocab_size * model.embed_dim / mesh.tensor
-    return compute * max(mlp, attention) + table
+    return compute * (max(mlp, attention) + _gathered_elements(config)) + table
+
+
+def _experts_elements(config: Config) -> float:
+    """As the feed-forward part of `_block_bytes`, for the tokens that a device's experts take."""
+    model, mesh = config.model, config.mesh
+    moe, tokens = model.moe, _tokens(config)
+    factor = moe.capacity_factor if moe.dispatcher == "capacity" else 1.0
+    taken = tokens * moe.top_k * factor / mesh.tensor
+    # Of each taken token also the dispatched and the returned value, with their cotangents.
+    return taken * (5 * model.expert_dim + 4 * model.embed_dim) + 4 * tokens * model.embed_dim
+
+
+def _gathered_elements(config: Config) -> float:
+    """Weights of one block, gathered over fsdp, and their gradients before they are scattered."""
+    model, mesh = config.model, config.mesh
+    layers = model.num_layers
+    experts = count_expert_params(model) / layers
+    dense = (count_params(model) - _table_params(model)) / layers - experts
+    gathered = dense / mesh.tensor if mesh.fsdp * mesh.expert > 1 else 0.0
+    if mesh.fsdp > 1:
+        gathered += experts / (mesh.expert * mesh.tensor)
+    return 2 * gathered
 
 
 def _loss_bytes(config: Config) -> float:

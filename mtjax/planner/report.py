@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.planner.program import ParamRow, StepProgram
-from mtjax.planning.flops import count_params, flops_per_token
+from mtjax.planning.flops import count_active_params, count_params, flops_per_token
 from mtjax.planning.hlo import Collective, Gemm, ProgramSummary
 from mtjax.planning.liveness import peak_temporaries
 from mtjax.planning.targets import Target
@@ -31,6 +31,8 @@ class LayoutPart:
     microbatches: int
     params: int
     """Trainable parameters, padding left out."""
+    active_params: int
+    """Of these, what one token uses: all but the experts it is not sent to."""
     padding_params: int
     """Entries that pad the vocabulary."""
     params_per_device: int
@@ -180,6 +182,7 @@ def _layout(step: StepProgram) -> LayoutPart:
         num_devices=step.program.num_devices,
         microbatches=step.config.train.microbatches,
         params=params,
+        active_params=count_active_params(step.config.model),
         padding_params=sum(row.count for row in step.param_rows) - params,
         params_per_device=sum(row.per_device for row in step.param_rows),
         rows=step.param_rows,

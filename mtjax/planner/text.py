@@ -64,6 +64,7 @@ def _layout(plan: Plan) -> str:
     return (
         f"Layout: {mesh} on {layout.num_devices} devices, {layout.microbatches} microbatches\n"
         f"  {layout.params:,} parameters"
+        f"{f' ({layout.active_params:,} active)' if layout.active_params != layout.params else ''}"
         f"{f' and {layout.padding_params:,} of padding' if layout.padding_params else ''}, "
         f"{layout.params_per_device:,} per device\n"
         + table(("logical dims", "mesh axes", "parameters", "per device"), rows)

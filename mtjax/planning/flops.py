@@ -26,9 +26,16 @@ def count_params(model: ModelConfig) -> int:
 def count_active_params(model: ModelConfig) -> int:
     """Parameters that one token uses: all but the experts it is not sent to."""
     moe = model.moe
-    layers = sum(moe.has_experts(layer) for layer in range(model.num_layers))
-    unused = (moe.num_experts - moe.top_k) * layers
-    return count_params(model) - unused * _mlp_matrix_params(model, model.expert_dim)
+    if not moe.num_experts:
+        return count_params(model)
+    unused = count_expert_params(model) * (moe.num_experts - moe.top_k) // moe.num_experts
+    return count_params(model) - unused
+
+
+def count_expert_params(model: ModelConfig) -> int:
+    """Parameters of all routed experts."""
+    layers = sum(model.moe.has_experts(layer) for layer in range(model.num_layers))
+    return layers * model.moe.num_experts * _mlp_matrix_params(model, model.expert_dim)
 
 
 def _norm_params(model: ModelConfig) -> int:
