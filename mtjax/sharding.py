@@ -37,13 +37,16 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "ffn": ("tensor",),
-    "vocab": ("tensor",),
+    # Embedding and loss are shared by all stages, so that none waits for another or holds all.
+    "vocab": ("pipeline", "tensor"),
     "experts": ("expert", "tensor"),
     "expert_ffn": (),
     "router": (),
     "position": (),
     "norm": (),
     "layers": (),
+    # Layers where an even cut over the pipeline gives each stage its own.
+    "stages": ("pipeline",),
 }
 """Logical dim -> mesh axes it is split over."""
 
@@ -191,6 +194,23 @@ def mesh_axes(*names: str) -> tuple[str, ...]:
     return axes
 
 
+def all_mesh_axes(name: str) -> tuple[str, ...]:
+    """Mesh axes that split dims of this name, those that are already manual included."""
+    return tuple(axis for axis in _rules.get()[name] if axis_size(axis) > 1)
+
+
+def sum_and_scatter(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Inside `local_map`: the sum over mesh axes, laid out ("batch", "seq_sp", None).
+
+    A reduce-scatter over the axes that split the sequence there, an all-reduce over others.
+    """
+    scattered = tuple(axis for axis in axes if axis in all_mesh_axes("seq_sp"))
+    others = tuple(axis for axis in axes if axis not in scattered)
+    if scattered:
+        x_BTD = jax.lax.psum_scatter(x_BTD, scattered, scatter_dimension=1, tiled=True)
+    return jax.lax.psum(x_BTD, others) if others else x_BTD
+
+
 def sum_over_manual(x: jax.Array, name: str) -> jax.Array:
     """Sum over the axes that split dims of this name and are manual here, such as data in the step.
 
@@ -237,21 +257,32 @@ def compute_shardings(boxes: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda b: NamedSharding(mesh, spec(*b.names)), boxes, is_leaf=is_boxed)
 
 
-def storage_shardings(boxes: Any, mesh: Mesh) -> Any:
-    """Sharding of each parameter at rest: as computed, and one more dim split over data.
+def storage_shardings(boxes: Any, mesh: Mesh, axes: tuple[str, ...] = ("pipeline", "data")) -> Any:
+    """Sharding of each parameter at rest: as computed, and split over `axes` too where it is not.
 
-    ZeRO stage 1 (Rajbhandari et al. 2020): masters and optimizer moments live in pieces. The dim
-    is the first that is whole and divides; a leaf without one stays replicated over data.
+    Over data this is ZeRO stage 1 (Rajbhandari et al. 2020): masters and optimizer moments live in
+    pieces. Over pipeline it keeps what all stages use, or what can't be cut by stage at rest, from
+    being held by each. A leaf without a dim that divides stays replicated.
     """
-    data = mesh.shape["data"]
 
     def one(box: Boxed) -> NamedSharding:
-        entries = list(spec(*box.names)) + [None] * (box.value.ndim - len(spec(*box.names)))
-        if data > 1:
-            for dim, (entry, size) in enumerate(zip(entries, box.value.shape, strict=True)):
-                if entry is None and size % data == 0:
-                    entries[dim] = "data"
-                    break
-        return NamedSharding(mesh, P(*entries))
+        entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec(*box.names)]
+        entries += [()] * (box.value.ndim - len(entries))
+        for axis in axes:
+            if mesh.shape[axis] > 1 and axis not in {a for entry in entries for a in entry}:
+                _split_one_more(entries, box, axis, mesh)
+        return NamedSharding(mesh, P(*(e[0] if len(e) == 1 else (e or None) for e in entries)))
 
     return jax.tree.map(one, boxes, is_leaf=is_boxed)
+
+
+def _split_one_more(entries: list[tuple[str, ...]], box: Boxed, axis: str, mesh: Mesh) -> None:
+    """Give an axis to the first dim that is whole and divides, else to one that is split more."""
+    for whole in (True, False):
+        for dim, (entry, size) in enumerate(zip(entries, box.value.shape, strict=True)):
+            # Which layers go where is the pipeline's matter alone.
+            by_layer = mesh.shape["pipeline"] > 1 and box.names[dim] in ("layers", "stages")
+            parts = mesh.shape[axis] * math.prod(mesh.shape[a] for a in entry)
+            if (not entry) == whole and not by_layer and size % parts == 0:
+                entries[dim] = (*entry, axis)
+                return

@@ -23,6 +23,7 @@ MUST_MATCH: dict[str, bool] = {
     "config.mesh": False,
     "config.model.attention.backend": False,
     "config.model.moe.allow_expanded_products": False,
+    "config.pipeline": False,
     "config.run": False,
     "config.train.eval_batches": False,
     "config.train.eval_every": False,

@@ -7,9 +7,10 @@ from dataclasses import field
 from mtjax.config.check import config_class, require
 from mtjax.config.checkpoint import CheckpointConfig
 from mtjax.config.data import DataConfig
-from mtjax.config.mesh import MeshConfig
+from mtjax.config.mesh import Layout, MeshConfig
 from mtjax.config.model import AttentionConfig, ModelConfig, RopeConfig
 from mtjax.config.moe import MoeConfig
+from mtjax.config.pipeline import PipelineConfig, PipelineSchedule, check_pipeline
 from mtjax.config.run import DistributedConfig, FaultConfig, MetricsConfig, RunConfig
 from mtjax.config.training import (
     BatchRampConfig,
@@ -34,10 +35,12 @@ __all__ = [
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",
+    "PipelineConfig",
     "RopeConfig",
     "RunConfig",
     "ScheduleConfig",
     "TrainConfig",
+    "on_layout",
     "resolve_backends",
     "validate",
 ]
@@ -51,6 +54,8 @@ class Config:
     """The network."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """The arrangement of devices."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """Stages and schedule along mesh.pipeline."""
     data: DataConfig = field(default_factory=DataConfig)
     """What is trained on."""
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -65,6 +70,21 @@ class Config:
     """When states are saved."""
     run: RunConfig = field(default_factory=RunConfig)
     """Folder, reporting, faults and processes of this run."""
+
+
+def on_layout(config: Config, layout: Layout) -> Config:
+    """The same run on another mesh; pipeline settings are dropped where it has no pipeline."""
+    train, pipeline = config.train, PipelineConfig()
+    if layout.microbatches is not None:
+        train = dataclasses.replace(train, microbatches=layout.microbatches)
+    if layout.mesh.pipeline > 1:
+        pipeline = config.pipeline
+    if layout.chunks is not None:
+        name: PipelineSchedule = "interleaved_1f1b" if layout.chunks > 1 else "1f1b"
+        pipeline = dataclasses.replace(pipeline, schedule=name, chunks=layout.chunks)
+    if layout.schedule is not None:
+        pipeline = dataclasses.replace(pipeline, schedule=layout.schedule)
+    return dataclasses.replace(config, mesh=layout.mesh, train=train, pipeline=pipeline)
 
 
 def validate(config: Config) -> Config:
@@ -114,7 +134,7 @@ def _check_mesh(config: Config) -> None:
         ("tensor", "model.attention.num_heads", model.attention.num_heads),
         ("tensor", "model.attention.num_kv_heads", model.num_kv_heads),
         ("tensor", "model.ffn_dim", model.ffn_dim),
-        ("tensor", "model.vocab_multiple", model.vocab_multiple),
+        ("pipeline x mesh.tensor", "model.vocab_multiple", model.vocab_multiple),
         ("tensor", "train.seq_len", train.seq_len),
         ("fsdp x mesh.expert", "model.embed_dim", model.embed_dim),
     ]
@@ -130,6 +150,8 @@ def _check_mesh(config: Config) -> None:
             f"a multiple of mesh.{axes} ({parts})",
             f"change it, or shrink mesh.{axes}",
         )
+    if mesh.pipeline != -1:
+        check_pipeline(model, train, config.pipeline, mesh.pipeline)
     require(
         mesh.expert == 1 or model.moe.num_experts > 0,
         "mesh.expert",

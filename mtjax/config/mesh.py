@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 from mtjax.config.check import config_class
+from mtjax.config.pipeline import SCHEDULES, PipelineSchedule
 
-AXES = ("data", "fsdp", "expert", "tensor")
+AXES = ("data", "fsdp", "pipeline", "expert", "tensor")
 """Mesh axes, outermost first: tensor innermost, on the fastest links."""
 
 
@@ -19,6 +20,8 @@ class MeshConfig:
     """Replicas of the compute weights, optimizer state split among them (ZeRO-1); -1: the rest."""
     fsdp: int = 1
     """Shards of weights, gradients and optimizer state (ZeRO-3); -1: the rest."""
+    pipeline: int = 1
+    """Stages that hold consecutive layers; see the settings in `pipeline`; -1: the rest."""
     expert: int = 1
     """Shards of the experts, tokens exchanged by all-to-all; elsewhere a second fsdp axis. Only
     for models with experts; -1: the rest."""
@@ -73,12 +76,13 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and a number of microbatches, as one line of a comparison."""
+    """A mesh, and what goes with it, as one line of a comparison; None: as the config says."""
 
     text: str
     mesh: MeshConfig
     microbatches: int | None
-    """None: as the config says."""
+    schedule: PipelineSchedule | None
+    chunks: int | None
 
     @property
     def num_devices(self) -> int:
@@ -87,19 +91,33 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Parse "data=2,tensor=4,microbatches=4".
+    """Parse "data=2,tensor=4,microbatches=4" or "pipeline=4,schedule=gpipe,microbatches=8".
 
     Raises:
         ValueError: an unknown name, or a size that is no positive integer.
     """
     sizes: dict[str, int] = {}
-    names = (*AXES, "microbatches")
+    schedule: PipelineSchedule | None = None
+    names = (*AXES, "microbatches", "chunks")
     for part in text.split(","):
-        name, _, size = part.strip().partition("=")
-        if name not in names or not size.isdigit() or int(size) < 1:
-            close = difflib.get_close_matches(name, names, n=1)
+        name, _, value = part.strip().partition("=")
+        if name == "schedule":
+            schedule = _schedule(value, text)
+            continue
+        if name not in names or not value.isdigit() or int(value) < 1:
+            close = difflib.get_close_matches(name, (*names, "schedule"), n=1)
             hint = f"did you mean {close[0]}=N?" if close else f"names are {', '.join(names)}"
             raise ValueError(f"mesh: got {part!r} in {text!r}, expected name=size; {hint}")
-        sizes[name] = int(size)
-    microbatches = sizes.pop("microbatches", None)
-    return Layout(text, MeshConfig(**sizes), microbatches)
+        sizes[name] = int(value)
+    microbatches, chunks = sizes.pop("microbatches", None), sizes.pop("chunks", None)
+    return Layout(text, MeshConfig(**sizes), microbatches, schedule, chunks)
+
+
+def _schedule(name: str, text: str) -> PipelineSchedule:
+    for schedule in SCHEDULES:
+        if name == schedule:
+            return schedule
+    raise ValueError(
+        f"mesh: got schedule {name!r} in {text!r}, expected one of {', '.join(SCHEDULES)}; "
+        "correct it"
+    )

@@ -302,6 +302,11 @@ class ModelConfig:
         """Inner width F of one routed expert."""
         return self.moe.ffn_dim or self.ffn_dim
 
+    def with_vocab_shard(self, num_shards: int) -> "ModelConfig":
+        """The same model with tables of one of `num_shards` pieces of the padded vocabulary."""
+        rows = self.padded_vocab_size // num_shards
+        return dataclasses.replace(self, vocab_size=rows, vocab_multiple=rows)
+
     @property
     def gated(self) -> bool:
         """Whether the feed-forward part multiplies two projections."""
@@ -311,6 +316,11 @@ class ModelConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: vocab_size rounded up to vocab_multiple."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def window_period(self) -> int:
+        """Layers after which the pattern of sliding windows repeats."""
+        return min(len(self.attention.windows) or 1, self.num_layers)
 
     @property
     def windows(self) -> tuple[int, ...]:

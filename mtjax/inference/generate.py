@@ -1,5 +1,6 @@
 """Sampling with a key-value cache."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from mtjax.config.check import require
 from mtjax.config.sampling import SamplingConfig
 from mtjax.layers.attention import Cache
 from mtjax.parallel.stack import Params, forward, init_caches
-from mtjax.sharding import override_rules
+from mtjax.sharding import RULES, axis_size, compute_shardings, override_rules
 
 _PROMPT_MULTIPLE = 32  # prompts are padded to this, so that few lengths are compiled
 
@@ -36,6 +37,25 @@ def filter_logits(logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
     return logits_BV
 
 
+def decoding_rules(model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """How logical dims are laid out while decoding on the current mesh.
+
+    One sequence: nothing to split by batch or sequence; heads and vocabulary stay split. Token by
+    token a pipeline would run one stage at a time, so its devices hold pieces of every layer.
+    """
+    rules: dict[str, tuple[str, ...]] = {"batch": (), "seq_sp": (), "stages": ()}
+    embed = (*RULES["embed"], "pipeline")
+    if model.embed_dim % math.prod(axis_size(axis) for axis in embed) == 0:
+        rules["embed"] = embed
+    return rules
+
+
+def decoding_shardings(model: ModelConfig, boxes: Params, mesh: Mesh) -> Any:
+    """Sharding of each parameter for `generate`."""
+    with jax.set_mesh(mesh), override_rules(**decoding_rules(model)):
+        return compute_shardings(boxes, mesh)
+
+
 def generate(
     model: ModelConfig,
     params: Params,
@@ -46,7 +66,7 @@ def generate(
 ) -> list[int]:
     """Ids that continue the prompt, without it and without the end-of-document id.
 
-    `params` hold the compute dtype, laid out by `mtjax.sharding.compute_shardings`.
+    `params` hold the compute dtype, laid out by `decoding_shardings`.
 
     Raises:
         ValueError: the prompt is empty or holds an id beyond the vocabulary, or the text would
@@ -71,8 +91,7 @@ def generate(
     model = model.with_attention("xla").with_dispatcher("allgather")
     tokens = np.zeros((1, padded), np.int32)
     tokens[0, : len(prompt)] = prompt
-    # One sequence: nothing to split by batch or sequence; heads and vocabulary stay split.
-    with jax.set_mesh(mesh), override_rules(batch=(), seq_sp=()):
+    with jax.set_mesh(mesh), override_rules(**decoding_rules(model)):
         run = jax.jit(partial(_generate, model, sampling, length, -1 if eod is None else eod))
         out = np.asarray(run(params, tokens, len(prompt), jax.random.key(sampling.seed)))
     ids = out[: sampling.max_tokens].tolist()

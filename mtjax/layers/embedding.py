@@ -8,7 +8,7 @@ from mtjax.config.model import ModelConfig
 from mtjax.layers.init import normal
 from mtjax.layers.linear import named
 from mtjax.layers.norm import make_norm
-from mtjax.sharding import local_map, mesh_axes, reshard, shard
+from mtjax.sharding import all_mesh_axes, local_map, reshard, shard, sum_and_scatter
 
 
 class Embedding(nn.Module):
@@ -45,13 +45,12 @@ class Embedding(nn.Module):
 
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Rows of a table whose vocabulary is split over tensor, scattered over the sequence.
+    """Rows of a table whose vocabulary is split, scattered over the sequence.
 
     Each device looks up the ids it holds and contributes zeros for others; the sum is a
     reduce-scatter under sequence parallelism.
     """
-    axes = mesh_axes("vocab")
-    scatter = axes and mesh_axes("seq_sp") == axes
+    axes = all_mesh_axes("vocab")
 
     def local(table, tokens):
         if not axes:
@@ -59,9 +58,7 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         ids = tokens - jax.lax.axis_index(axes) * table.shape[0]
         held = (ids >= 0) & (ids < table.shape[0])
         rows = jnp.where(held[..., None], table[jnp.where(held, ids, 0)], 0)
-        if not scatter:
-            return jax.lax.psum(rows, axes)
-        return jax.lax.psum_scatter(rows, axes, scatter_dimension=1, tiled=True)
+        return sum_and_scatter(rows, axes)
 
     table_VD = reshard(table_VD, ("vocab", "embed"), ("vocab", None))
     names = (("vocab", None), ("batch", "seq"))

@@ -35,7 +35,7 @@ def init_params(model: ModelConfig, key: jax.Array) -> Params:
         embed_key, blocks_key, head_key = jax.random.split(key, 3)
         ids_BT = jnp.zeros((1, 8), jnp.int32)
         x_BTD = jnp.zeros((1, 8, model.embed_dim), jnp.float32)
-        inputs = BlockInputs(_rope(model, ids_BT), None, None)
+        inputs = BlockInputs(rope_angles(model, ids_BT), None, None)
 
         def init_group(group: BlockGroup) -> Params:
             def init_position(position: int) -> Any:
@@ -104,26 +104,46 @@ def run_model(
     caches: Any = None,
 ) -> tuple[jax.Array, jax.Array, Any, Any]:
     """As `forward`, and statistics {"group0": {"block0": RouterStats [repeat, ...] or None}}."""
-    keys_B = extra.keys
-    dtype = params["embed"]["embedding"].dtype
-    embed = Embedding(model, dtype)
-    x_BTD: Any = embed.apply({"params": params["embed"]}, tokens_BT, positions_BT)
-    if keys_B is not None and model.dropout > 0:
-        site = fold_rows(keys_B, _EMBEDDING_SITE)
-        x_BTD = dropout(x_BTD, model.dropout, site, "batch", "seq_sp", None)
-    inputs = BlockInputs(_rope(model, positions_BT), extra.segments, keys_B, extra.counts)
+    x_BTD = embed_tokens(model, params["embed"], tokens_BT, positions_BT, extra.keys)
+    angles = rope_angles(model, positions_BT)
+    inputs = BlockInputs(angles, extra.segments, extra.keys, extra.counts)
     new_caches, stats = {}, {}
     for i, group in enumerate(block_groups(model)):
         name = f"group{i}"
-        group_caches = None if caches is None else caches[name]
-        loads = None if extra.loads is None else extra.loads[name]
-        scanned = (params["blocks"][name], jnp.arange(group.repeat), group_caches, loads)
-        x_BTD, (new_caches[name], stats[name]) = _run_group(group, train, scanned, x_BTD, inputs)
+        scanned = Scanned(
+            params["blocks"][name],
+            jnp.arange(group.repeat),
+            caches=None if caches is None else caches[name],
+            loads=None if extra.loads is None else extra.loads[name],
+        )
+        x_BTD, (new_caches[name], stats[name]) = run_units(group, train, scanned, x_BTD, inputs)
+    h_BTD, table_VD = output_head(model, params, x_BTD)
+    return h_BTD, table_VD, (None if caches is None else new_caches), stats
+
+
+def embed_tokens(
+    model: ModelConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    keys_B: jax.Array | None,
+) -> jax.Array:
+    """The residual stream [B, T, D] before the first block."""
+    embed = Embedding(model, params["embedding"].dtype)
+    x_BTD: Any = embed.apply({"params": params}, tokens_BT, positions_BT)
+    if keys_B is not None and model.dropout > 0:
+        site = fold_rows(keys_B, _EMBEDDING_SITE)
+        x_BTD = dropout(x_BTD, model.dropout, site, "batch", "seq_sp", None)
+    return x_BTD
+
+
+def output_head(
+    model: ModelConfig, params: Params, x_BTD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Final hidden states [B, T, D] and the output table [V, D], which may be the embedding's."""
     head_out: Any = Head(model).apply({"params": params["head"]}, x_BTD)
     h_BTD, table_VD = head_out
-    if table_VD is None:
-        table_VD = params["embed"]["embedding"]
-    return h_BTD, table_VD, (None if caches is None else new_caches), stats
+    return h_BTD, params["embed"]["embedding"] if table_VD is None else table_VD
 
 
 def init_caches(model: ModelConfig, batch: int, length: int, dtype: Any) -> Any:
@@ -143,16 +163,29 @@ def init_caches(model: ModelConfig, batch: int, length: int, dtype: Any) -> Any:
     }
 
 
-def _rope(model: ModelConfig, positions_BT: jax.Array) -> jax.Array | None:
+def rope_angles(model: ModelConfig, positions_BT: jax.Array) -> jax.Array | None:
+    """`rope_table` of these positions, None for a model without rotation."""
     if model.position != "rope":
         return None
     return rope_table(model.rope, model.head_dim, positions_BT)
 
 
-def _run_group(
-    group: BlockGroup, train: TrainConfig, scanned: Any, x_BTD: jax.Array, inputs: BlockInputs
+class Scanned(NamedTuple):
+    """What differs between the repeats of a group that are run: leaves [U, ...], or None."""
+
+    params: Params
+    units: jax.Array
+    """Which repeats they are."""
+    real: jax.Array | None = None
+    """[U, P]; where False, the block at that place of the pattern is the identity."""
+    caches: Any = None
+    loads: Any = None
+
+
+def run_units(
+    group: BlockGroup, train: TrainConfig, scanned: Scanned, x_BTD: jax.Array, inputs: BlockInputs
 ) -> tuple[jax.Array, Any]:
-    """Scan over (parameters, repeat, caches, loads), each None or [repeat, ...]."""
+    """Run some repeats of a group, one after another; also (caches, statistics), [U, ...] each."""
 
     def block(spec, x_BTD, layer_params, layer, inputs, cache):
         if inputs.keys is not None:
@@ -162,19 +195,21 @@ def _run_group(
     run = _rematerialised(block, train, unrolled=train.unroll_layers)
 
     def unit(x_BTD, scanned):
-        unit_params, repeat, unit_caches, loads = scanned
         out_caches, out_stats = {}, {}
-        for position, spec in enumerate(group.unit):
-            name = f"block{position}"
-            layer = group.layer_index(repeat, position)
-            cache = None if unit_caches is None else unit_caches[name]
-            own = inputs if loads is None else inputs._replace(load=loads[name])
-            x_BTD, out_caches[name], out_stats[name] = run(
-                spec, x_BTD, unit_params[name], layer, own, cache
+        for place, spec in enumerate(group.unit):
+            name = f"block{place}"
+            layer = group.layer_index(scanned.units, place)
+            cache = None if scanned.caches is None else scanned.caches[name]
+            own = inputs if scanned.loads is None else inputs._replace(load=scanned.loads[name])
+            y_BTD, out_caches[name], out_stats[name] = run(
+                spec, x_BTD, scanned.params[name], layer, own, cache
             )
+            real = scanned.real
+            x_BTD = y_BTD if real is None else jnp.where(real[place], y_BTD, x_BTD)
         return x_BTD, (out_caches, out_stats)
 
-    return jax.lax.scan(unit, x_BTD, scanned, unroll=group.repeat if train.unroll_layers else 1)
+    unroll = len(scanned.units) if train.unroll_layers else 1
+    return jax.lax.scan(unit, x_BTD, scanned, unroll=unroll)
 
 
 def _rematerialised(block: Any, train: TrainConfig, *, unrolled: bool) -> Any:

@@ -13,10 +13,10 @@ from mtjax.config.check import require
 from mtjax.config.data import SplitName
 from mtjax.config.sampling import SamplingConfig
 from mtjax.data.tokenizers import make_tokenizer
-from mtjax.inference.generate import generate
+from mtjax.inference.generate import decoding_shardings, generate
 from mtjax.operation.distributed import ending_together, initialize, is_main_process
 from mtjax.parallel.stack import Params
-from mtjax.sharding import compute_dtypes, compute_shardings
+from mtjax.sharding import compute_dtypes
 from mtjax.training.evaluate import Evaluator
 from mtjax.training.loop import prepare_mesh
 from mtjax.training.state import make_setup
@@ -77,11 +77,10 @@ def _open(config: Config) -> tuple[Checkpointer, int]:
 
 
 def _compute_params(config: Config, mesh: Mesh, checkpointer: Checkpointer, step: int) -> Params:
-    """Parameters in the compute dtype, where layers use them."""
+    """Parameters in the compute dtype, where decoding uses them."""
     setup = make_setup(config, mesh)
     dtypes = compute_dtypes(setup.boxes, COMPUTE_DTYPES[config.precision])
-    with jax.set_mesh(mesh):
-        shardings = compute_shardings(setup.boxes, mesh)
+    shardings = decoding_shardings(config.model, setup.boxes, mesh)
     abstract = jax.tree.map(
         lambda leaf, dtype, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
         setup.abstract.params,

@@ -16,7 +16,7 @@ from mtjax.data.tokenizers import make_tokenizer
 from mtjax.parallel.stack import Params
 from mtjax.training.feed import Feed
 from mtjax.training.state import Setup
-from mtjax.training.step import StepInput, abstract_batch, batch_loss, gather_params
+from mtjax.training.step import StepInput, abstract_batch, evaluation_loss
 
 
 def has_held_out(config: Config) -> bool:
@@ -85,15 +85,10 @@ def _compile(
     """(params, batch) -> sums of cross entropy, weighted tokens and their bytes."""
 
     def sums(params: Params, batch: StepInput) -> tuple[jax.Array, jax.Array, jax.Array]:
-        computed = gather_params(config, setup, mesh, params)
-
-        def one(_: None, microbatch: StepInput) -> tuple[None, jax.Array]:
-            return None, batch_loss(config, computed, microbatch, None).cross_entropy
-
-        losses = jax.lax.scan(one, None, batch._replace(active=None))[1]
+        loss_sum = evaluation_loss(config, setup, mesh, params, batch)
         counted = batch.weights > 0
         num_bytes = jnp.sum(jnp.where(counted, jnp.asarray(token_bytes)[batch.labels], 0))
-        return jnp.sum(losses), jnp.sum(batch.weights), num_bytes
+        return loss_sum, jnp.sum(batch.weights), num_bytes
 
     with jax.set_mesh(mesh):
         step = jax.jit(sums).lower(setup.abstract.params, abstract_batch(config, mesh))

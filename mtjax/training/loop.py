@@ -19,7 +19,7 @@ from mtjax.config import Config, resolve_backends, validate
 from mtjax.config.sampling import SamplingConfig
 from mtjax.data.batch import Batch
 from mtjax.data.tokenizers import make_tokenizer
-from mtjax.inference.generate import generate
+from mtjax.inference.generate import decoding_shardings, generate
 from mtjax.operation.distributed import BeatBoard, ending_together, initialize, is_main_process
 from mtjax.operation.divergence import SpikeGuard, describe_batch
 from mtjax.operation.faults import StopRequest, Watchdog
@@ -277,7 +277,10 @@ class Trainer:
     def _sample(self, state: TrainState) -> None:
         train, data = self.config.train, self.config.data
         tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path, data.eod_token)
-        gather = jax.jit(lambda p: gather_params(self.config, self.setup, self.mesh, p))
+        shardings = decoding_shardings(self.config.model, self.setup.boxes, self.mesh)
+        gather = jax.jit(
+            lambda p: gather_params(self.config, self.setup, self.mesh, p), out_shardings=shardings
+        )
         with jax.set_mesh(self.mesh):
             params = gather(state.params)
         sampling = SamplingConfig(max_tokens=train.sample_tokens, seed=train.seed)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mtjax.sharding import Names, local_map, mesh_axes, reshard, shard
+from mtjax.config import Config
+from mtjax.sharding import Names, all_mesh_axes, local_map, reshard, shard, sum_and_scatter
 
 
 class LossConfig(NamedTuple):
@@ -16,6 +17,12 @@ class LossConfig(NamedTuple):
     softcap: float | None
     z_loss: float
     chunk: int
+
+
+def loss_config(config: Config) -> LossConfig:
+    """The settings of a run's loss."""
+    model, train = config.model, config.train
+    return LossConfig(model.vocab_size, model.logit_softcap, train.z_loss, train.loss_chunk)
 
 
 class LossSums(NamedTuple):
@@ -35,7 +42,7 @@ def linear_cross_entropy(
 ) -> LossSums:
     """Sums over tokens of weight * cross entropy of softmax(x table^T), plus the z-loss.
 
-    Chunked over the sequence and vocabulary-parallel over tensor; each chunk's gradients are
+    Chunked over the sequence and vocabulary-parallel; each chunk's gradients are
     made in the forward pass, while its logits exist, so none is computed twice. The cotangent
     of `cross_entropy` is ignored: it is a metric.
     """
@@ -65,7 +72,7 @@ def _sums_and_gradients(config, with_gradients, x_BTD, table_VD, labels_BT, weig
         # Partial sums leave with a leading device dim; the reduction below, under the
         # parameter's layout, is a reduce-scatter over fsdp.
         outs += [("batch", "seq_sp", None), ("batch", "vocab", None)]
-    local = partial(_local, config, with_gradients, mesh_axes("vocab"))
+    local = partial(_local, config, with_gradients, all_mesh_axes("vocab"))
     names = (("batch", "seq", None), ("vocab", None), ("batch", "seq"), ("batch", "seq"))
     total, ce, *gradients = local_map(local, names, outs)(x_BTD, table_VD, labels_BT, weights_BT)
     sums = LossSums(jnp.sum(total), jnp.sum(ce))
@@ -121,7 +128,7 @@ def _local(config, with_gradients, vocab_axes, x_BTD, table_VD, labels_BT, weigh
     dx_BTD = jnp.concatenate(ys, axis=1) if len(ys) > 1 else ys[0]
     if vocab_axes:
         # Each device holds the part of dx that its vocabulary gives, for every token.
-        dx_BTD = jax.lax.psum_scatter(dx_BTD, vocab_axes, scatter_dimension=1, tiled=True)
+        dx_BTD = sum_and_scatter(dx_BTD, vocab_axes)
     return (*sums, dx_BTD, carry[2][None])
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtjax.config import Config, resolve_backends, validate
+from mtjax.config import Config, PipelineConfig, on_layout, resolve_backends, validate
 from mtjax.config.mesh import Layout, MeshConfig
 from mtjax.sharding import make_mesh
 from mtjax.training.feed import Feed
@@ -116,7 +116,7 @@ def _relative(expected: list[float], got: list[float]) -> float:
 def parity(config: Config, layouts: Sequence[Layout], steps: int, tolerance: float | None) -> int:
     """Print a table of differences to one device; returns 1 if one is above the tolerance."""
     limit = TOLERANCES[config.precision] if tolerance is None else tolerance
-    base = dataclasses.replace(config, mesh=MeshConfig())
+    base = dataclasses.replace(config, mesh=MeshConfig(), pipeline=PipelineConfig())
     reference = run_layout(base, 1, steps)
     print(f"one device: losses {' '.join(f'{x:.6f}' for x in reference.losses)}")
     print(f"relative differences, at most {limit:g} allowed:")
@@ -124,13 +124,9 @@ def parity(config: Config, layouts: Sequence[Layout], steps: int, tolerance: flo
     print(f"{'layout':<{width}}  weights    loss      grad norm  gradients  verdict")
     failed = 0
     for layout in layouts:
-        train = config.train
-        if layout.microbatches is not None:
-            train = dataclasses.replace(train, microbatches=layout.microbatches)
-        other = dataclasses.replace(config, mesh=layout.mesh, train=train)
         found = compare(
             reference,
-            run_layout(other, layout.num_devices, steps),
+            run_layout(on_layout(config, layout), layout.num_devices, steps),
             _ZERO_RATIO[config.precision],
         )
         ok = found.params_equal and max(found.loss, found.grad_norm, found.gradient) <= limit

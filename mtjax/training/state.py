@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from mtjax.config import Config
 from mtjax.parallel.stack import Params, abstract_params, init_params
-from mtjax.sharding import check_divisible, storage_shardings, unbox
+from mtjax.parallel.stages import stage_layout
+from mtjax.sharding import check_divisible, is_boxed, storage_shardings, unbox
 from mtjax.training.optimizer import make_optimizer
 
 
@@ -88,8 +89,9 @@ def make_setup(config: Config, mesh: Mesh) -> Setup:
     """
     with jax.set_mesh(mesh):
         boxes = abstract_params(config.model)
-        check_divisible(boxes)
         optimizer = make_optimizer(config.optimizer, config.train.steps, boxes)
+        boxes = _place_stages(config, boxes)
+        check_divisible(boxes)
         shapes = jax.eval_shape(lambda: init_state(config, optimizer))
         shardings = state_shardings(mesh, boxes, shapes)
     abstract = jax.tree.map(
@@ -98,6 +100,18 @@ def make_setup(config: Config, mesh: Mesh) -> Setup:
         shardings,
     )
     return Setup(optimizer, boxes, abstract)
+
+
+def _place_stages(config: Config, boxes: Params) -> Params:
+    """Name the layers "stages" where an even cut of them gives each pipeline stage its own."""
+    if config.mesh.pipeline == 1:
+        return boxes
+    if not stage_layout(config.model, config.pipeline, config.mesh.pipeline).contiguous:
+        return boxes
+    blocks = jax.tree.map(
+        lambda box: box.replace(names=("stages", *box.names[1:])), boxes["blocks"], is_leaf=is_boxed
+    )
+    return boxes | {"blocks": blocks}
 
 
 def create_state(config: Config, mesh: Mesh, setup: Setup) -> TrainState:

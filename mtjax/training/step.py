@@ -27,8 +27,9 @@ from mtjax.sharding import (
     sum_over_manual,
 )
 from mtjax.training import routers
-from mtjax.training.losses import LossConfig, LossSums, linear_cross_entropy
+from mtjax.training.losses import LossSums, linear_cross_entropy, loss_config
 from mtjax.training.optimizer import make_schedule
+from mtjax.training.pipelined import pipelined_loss_and_gradients, pipelined_sums
 from mtjax.training.state import LossScale, Setup, TrainState
 
 COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
@@ -107,12 +108,10 @@ def batch_loss(
 
     `key` is the step's dropout key; None is evaluation. Without `router` no router losses count.
     """
-    model, train = config.model, config.train
     loads = None if router is None else router.loads
     h_BTD, table_VD, stats = _hidden(config, params, batch, key, loads)
-    loss = LossConfig(model.vocab_size, model.logit_softcap, train.z_loss, train.loss_chunk)
-    sums = linear_cross_entropy(loss, h_BTD, table_VD, batch.labels, batch.weights)
-    if not model.moe.num_experts:
+    sums = linear_cross_entropy(loss_config(config), h_BTD, table_VD, batch.labels, batch.weights)
+    if not config.model.moe.num_experts:
         return sums
     return routers.with_router_losses(sums, stats, None if router is None else router.scales)
 
@@ -137,12 +136,15 @@ def _hidden(
 def gather_params(config: Config, setup: Setup, mesh: Mesh, params: Params) -> Params:
     """Cast masters to the compute dtype, then gather over data: one bf16 all-gather per leaf."""
     pin = jax.lax.with_sharding_constraint
+    computed = compute_shardings(setup.boxes, mesh)
+    # Blocks stay in pieces over the pipeline, which mtjax.training.pipelined takes to the stages.
+    computed["blocks"] = storage_shardings(setup.boxes["blocks"], mesh, axes=("pipeline",))
     return jax.tree.map(
         lambda p, dtype, stored, computed: pin(pin(p.astype(dtype), stored), computed),
         params,
         compute_dtypes(setup.boxes, COMPUTE_DTYPES[config.precision]),
         storage_shardings(setup.boxes, mesh),
-        compute_shardings(setup.boxes, mesh),
+        computed,
     )
 
 
@@ -161,6 +163,8 @@ def loss_and_gradients(
     so that half-precision cotangents stay in range. Gradients have the layout of the state.
     """
     computed = gather_params(config, setup, mesh, params)
+    if axis_size("pipeline") > 1:
+        return pipelined_loss_and_gradients(config, setup, mesh, computed, batch, key, scale)
     manual = axis_size("data") > 1
     scales = None
     if config.model.moe.num_experts:
@@ -187,6 +191,21 @@ def loss_and_gradients(
         sums, gradients = jax.tree.map(lambda x: jnp.sum(x, axis=0), (sums, gradients))
     stored = storage_shardings(setup.boxes, mesh)
     return sums, jax.tree.map(jax.lax.with_sharding_constraint, gradients, stored)
+
+
+def evaluation_loss(
+    config: Config, setup: Setup, mesh: Mesh, params: Params, batch: StepInput
+) -> jax.Array:
+    """Sum of the cross entropy over the whole batch, every microbatch of it, without dropout."""
+    computed = gather_params(config, setup, mesh, params)
+    batch = batch._replace(active=None)
+    if axis_size("pipeline") > 1:
+        return pipelined_sums(config, setup, mesh, computed, batch).cross_entropy
+
+    def one(_: None, microbatch: StepInput) -> tuple[None, jax.Array]:
+        return None, batch_loss(config, computed, microbatch, None).cross_entropy
+
+    return jnp.sum(jax.lax.scan(one, None, batch)[1])
 
 
 def _only_data(partition: P) -> P:

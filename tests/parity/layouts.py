@@ -20,6 +20,7 @@ from mtjax.config import (
     resolve_backends,
     validate,
 )
+from mtjax.config import on_layout as config_on_layout
 from mtjax.config.mesh import parse_layout
 from mtjax.sharding import make_mesh
 from mtjax.training.state import init_state, make_setup
@@ -96,9 +97,8 @@ def make_batch(config: Config) -> StepInput:
 def on_layout(config: Config, text: str):
     """The validated config on that layout, its mesh and its setup."""
     layout = parse_layout(text)
-    train = dataclasses.replace(config.train, microbatches=layout.microbatches or 1)
-    config = validate(dataclasses.replace(config, mesh=layout.mesh, train=train))
-    config = resolve_backends(config, "cpu")
+    layout = dataclasses.replace(layout, microbatches=layout.microbatches or 1)
+    config = resolve_backends(validate(config_on_layout(config, layout)), "cpu")
     mesh = make_mesh(config.mesh, jax.devices()[: layout.num_devices])
     return config, mesh, make_setup(config, mesh)
 
@@ -113,7 +113,7 @@ def _first_state(config: Config):
 
 def first_state(config: Config):
     """The state before step 0, drawn on one device, on the host."""
-    return _first_state(dataclasses.replace(config, train=BASE.train))
+    return _first_state(dataclasses.replace(config, train=BASE.train, pipeline=BASE.pipeline))
 
 
 def put(tree, abstract):

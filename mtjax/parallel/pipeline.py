@@ -1,0 +1,351 @@
+"""Runs a model's stages over the mesh axis `pipeline`, forward and backward, in one program.
+
+Everything here runs inside a region that is manual over `pipeline`: arrays are what one stage
+holds, and `shard` and `local_map` still split them over the axes that are automatic. All stages
+run in lockstep, by the table of mtjax.parallel.schedule. `shared` parameters are those of
+embedding and loss, whose vocabulary is split over the stages: all stages look the tokens up that
+the first one needs, and share the loss of what leaves the last one.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mtjax.parallel.schedule import Phase, Schedule
+from mtjax.sharding import axis_size, local_map
+
+AXIS = "pipeline"
+_STREAM = ("batch", "seq_sp", None)
+
+
+class StagedModel(NamedTuple):
+    """A model in the parts that are run apart. A microbatch is one slice of the batch's fields."""
+
+    embed: Callable[[Any, Any], jax.Array]
+    """(shared, microbatch) -> x [B, T, D]."""
+    inputs: Callable[[Any], Any]
+    """(microbatch) -> what every block reads beside x."""
+    chunk: Callable[[Any, jax.Array, Any, jax.Array], jax.Array]
+    """(parameters of a chunk, x, inputs, index of the chunk) -> y [B, T, D]."""
+    loss: Callable[[Any, jax.Array, Any], Any]
+    """(shared, y, microbatch) -> tree of sums; the first leaf is what is minimised."""
+    vocab_split: Any
+    """Tree like shared: whether a leaf is split over the stages, not replicated."""
+
+
+def pick(tree: Any, index: jax.Array) -> Any:
+    """Slice `index` of every leaf's first dim; an idle stage's index picks the first."""
+    index = jnp.maximum(index, 0)
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), tree)
+
+
+@jax.custom_vjp
+def from_last_stage(x_BTD: jax.Array) -> jax.Array:
+    """What the last stage holds, on all stages. Its cotangent is the whole one, on each."""
+    held_BTD = _keep_on_last(x_BTD)
+    # Fully manual: a half-precision sum in a partly manual region aborts the compiler on CPU.
+    return local_map(lambda x: jax.lax.psum(x, AXIS), [_STREAM], _STREAM)(held_BTD)
+
+
+@jax.custom_vjp
+def counted_once(leaf: jax.Array) -> jax.Array:
+    """A replicated parameter whose gradient, the same on all stages, is kept by the last alone."""
+    return leaf
+
+
+def _keep_on_last(x: jax.Array) -> jax.Array:
+    last = jax.lax.axis_index(AXIS) == axis_size(AXIS) - 1
+    return jnp.where(last, x, jnp.zeros((), x.dtype))
+
+
+from_last_stage.defvjp(lambda x: (from_last_stage(x), None), lambda _, d: (_keep_on_last(d),))
+counted_once.defvjp(lambda leaf: (leaf, None), lambda _, d: (_keep_on_last(d),))
+
+
+def _loss(model: StagedModel, shared: Any, y_BTD: jax.Array, microbatch: Any) -> Any:
+    """Loss sums, on all stages, of what the last stage holds.
+
+    The gradients of `shared` are parts, to be summed over the stages where leaves are replicated.
+    """
+    shared = jax.tree.map(
+        lambda leaf, split: leaf if split else counted_once(leaf), shared, model.vocab_split
+    )
+    return model.loss(shared, from_last_stage(y_BTD), microbatch)
+
+
+def _next_stage(x: jax.Array, step: int) -> jax.Array:
+    """Send to the next stage (step 1) or the one before (-1), in a ring."""
+    S = axis_size(AXIS)
+    return jax.lax.ppermute(x, AXIS, [(s, (s + step) % S) for s in range(S)])
+
+
+def run_forward(model: StagedModel, blocks: Any, shared: Any, batch: Any) -> Any:
+    """Loss sums over all microbatches, one chunk per stage; differentiated, this is GPipe.
+
+    `blocks` leaves are [1, U, ...], `batch` leaves [M, ...].
+    """
+    S, stage = axis_size(AXIS), jax.lax.axis_index(AXIS)
+    M = jax.tree.leaves(batch)[0].shape[0]
+    chunk = jax.tree.map(lambda leaf: leaf[0], blocks)
+    # Its residuals are gradients of the whole table: made again in the backward pass instead.
+    loss = jax.checkpoint(lambda *args: _loss(model, *args), prevent_cse=False)
+
+    def tick(carry: Any, t: jax.Array) -> Any:
+        incoming_BTD, sums = carry
+        embedded_BTD = model.embed(shared, pick(batch, jnp.minimum(t, M - 1)))
+        x_BTD = jnp.where(stage == 0, embedded_BTD, incoming_BTD)
+        own = pick(batch, jnp.minimum(t - stage, M - 1))
+        y_BTD = model.chunk(chunk, x_BTD, model.inputs(own), jnp.int32(0))
+        out = t - (S - 1)
+        new = loss(shared, y_BTD, pick(batch, out))
+        sums = jax.tree.map(lambda a, b: a + jnp.where(out >= 0, b, 0), sums, new)
+        return (_next_stage(y_BTD, 1), sums), None
+
+    first = pick(batch, jnp.int32(0))
+    x_BTD = jnp.zeros_like(model.embed(shared, first))
+    zero = _zeros(jax.eval_shape(loss, shared, x_BTD, first))
+    (_, sums), _ = jax.lax.scan(tick, (x_BTD, zero), jnp.arange(M + S - 1))
+    return sums
+
+
+class Gradients(NamedTuple):
+    """Float32 sums over the microbatches; of replicated shared leaves, the part of one stage."""
+
+    blocks: Any
+    shared: Any
+
+
+class _Carry(NamedTuple):
+    """What goes from tick to tick."""
+
+    x_BTD: jax.Array
+    """From the stage before."""
+    dy_BTD: jax.Array
+    """From the stage behind."""
+    saved: list[jax.Array]
+    """Activations for the backward pass, [slots, ...] each."""
+    sums: Any
+    gradients: Gradients
+
+
+def run_1f1b(
+    model: StagedModel,
+    schedule: Schedule,
+    blocks: Any,
+    shared: Any,
+    batch: Any,
+    scale: jax.Array | float,
+    num_active: jax.Array | None = None,
+) -> tuple[Any, Gradients]:
+    """Loss sums and `scale` times the gradients of their total, by 1F1B or interleaved 1F1B.
+
+    `blocks` leaves are [V, U, ...], `batch` leaves [M, ...]. With `num_active`, microbatches from
+    that one on hold no data (zero weights) and the ticks for them are left out.
+    """
+    executor = _Executor(model, schedule, blocks, shared, batch, scale)
+    carry = executor.start()
+    for phase in schedule.phases:
+        begin, end = _bounds(schedule, phase, num_active)
+
+        def tick(t: jax.Array, carry: _Carry, phase: Phase = phase) -> _Carry:
+            return executor.tick(phase, t, carry)
+
+        carry = jax.lax.fori_loop(begin, end, tick, carry)
+    return carry.sums, carry.gradients
+
+
+def _bounds(schedule: Schedule, phase: Phase, num_active: jax.Array | None) -> tuple[Any, Any]:
+    """First and last tick of a phase, without those of microbatches that hold no data.
+
+    A stage's passes are in order and without a gap, so fewer microbatches are a beginning of each.
+    """
+    if num_active is None:
+        return phase.begin, phase.end
+    group = schedule.num_stages if schedule.num_chunks > 1 else 1
+    active = jnp.minimum(-(-num_active // group) * group, schedule.num_microbatches)
+    left_out = (schedule.num_microbatches - active) * schedule.num_chunks
+    return phase.begin - (0 if phase.forward else left_out), phase.end - (
+        left_out if phase.backward else 0
+    )
+
+
+class _Executor:
+    """The two directions of a tick, over arrays that stay the same in all ticks."""
+
+    def __init__(
+        self,
+        model: StagedModel,
+        schedule: Schedule,
+        blocks: Any,
+        shared: Any,
+        batch: Any,
+        scale: jax.Array | float,
+    ) -> None:
+        self.model, self.schedule, self.scale = model, schedule, scale
+        self.blocks, self.shared, self.batch = blocks, shared, batch
+        self.stage = jax.lax.axis_index(AXIS)
+        self.is_last = self.stage == schedule.num_stages - 1
+
+    def start(self) -> _Carry:
+        """Nothing sent, nothing saved, all sums zero."""
+        first = pick(self.batch, jnp.int32(0))
+        x_BTD = jnp.zeros_like(self.model.embed(self.shared, first))
+        saved = jax.eval_shape(lambda x: self._chunk_vjp(x, jnp.int32(0), jnp.int32(0))[1], x_BTD)
+        sums = jax.eval_shape(self.model.loss, self.shared, x_BTD, first)
+        slots = self.schedule.num_slots
+        return _Carry(
+            x_BTD,
+            x_BTD,
+            [jnp.zeros((slots, *a.shape), a.dtype) for a in saved],
+            _zeros(sums),
+            Gradients(_zeros(self.blocks, jnp.float32), _zeros(self.shared, jnp.float32)),
+        )
+
+    def tick(self, phase: Phase, t: jax.Array, carry: _Carry) -> _Carry:
+        """One forward and one backward pass, as far as the phase has them.
+
+        The last stage goes backward for what it has just brought forward, so only phases with both
+        have a loss.
+        """
+        y_BTD = last_dy_BTD = carry.x_BTD
+        if phase.forward:
+            y_BTD, carry = self._forward(t, carry)
+        if phase.forward and phase.backward:
+            last_dy_BTD, carry = self._loss(t, y_BTD, carry)
+        if phase.backward:
+            dx_BTD, carry = self._backward(t, last_dy_BTD, carry)
+            carry = carry._replace(dy_BTD=_next_stage(dx_BTD, -1))
+        if phase.forward:
+            carry = carry._replace(x_BTD=_next_stage(y_BTD, 1))
+        return carry
+
+    def _forward(self, t: jax.Array, carry: _Carry) -> tuple[jax.Array, _Carry]:
+        chunk, microbatch, slot = (
+            jnp.asarray(table)[t, self.stage] for table in self.schedule.forward
+        )
+        first_chunk, first_microbatch = self._of_stage(self.schedule.forward, t, 0)
+        embedded_BTD = self._where_needed(
+            first_chunk == 0,
+            lambda: self.model.embed(self.shared, pick(self.batch, first_microbatch)),
+        )
+        x_BTD = jnp.where((self.stage == 0) & (chunk == 0), embedded_BTD, carry.x_BTD)
+        y_BTD, saved = self._chunk_vjp(x_BTD, chunk, microbatch)
+        buffers = [
+            jax.lax.dynamic_update_index_in_dim(buffer, new, slot, 0)
+            for buffer, new in zip(carry.saved, saved, strict=True)
+        ]
+        return y_BTD, carry._replace(saved=buffers)
+
+    def _loss(self, t: jax.Array, y_BTD: jax.Array, carry: _Carry) -> tuple[jax.Array, _Carry]:
+        """Add what leaves the last stage to sums and gradients; its own cotangent [B, T, D]."""
+        chunk, microbatch = self._of_stage(self.schedule.forward, t, self.schedule.num_stages - 1)
+        data = pick(self.batch, microbatch)
+
+        def compute() -> Any:
+            sums, vjp = jax.vjp(lambda s, y: _loss(self.model, s, y, data), self.shared, y_BTD)
+            leaves, tree = jax.tree.flatten(jax.tree.map(jnp.zeros_like, sums))
+            leaves[0] = jnp.asarray(self.scale, leaves[0].dtype)
+            return sums, vjp(jax.tree.unflatten(tree, leaves))
+
+        needed = chunk == self.schedule.num_chunks - 1
+        sums, (shared, dy_BTD) = self._where_needed(needed, compute)
+        gradients = carry.gradients._replace(shared=_add(carry.gradients.shared, shared))
+        sums = jax.tree.map(jnp.add, carry.sums, sums)
+        return dy_BTD, carry._replace(sums=sums, gradients=gradients)
+
+    def _backward(
+        self, t: jax.Array, last_dy_BTD: jax.Array, carry: _Carry
+    ) -> tuple[jax.Array, _Carry]:
+        chunk, microbatch, slot = (
+            jnp.asarray(table)[t, self.stage] for table in self.schedule.backward
+        )
+        busy = chunk >= 0
+        from_loss = self.is_last & (chunk == self.schedule.num_chunks - 1)
+        dy_BTD = jnp.where(from_loss, last_dy_BTD, carry.dy_BTD)
+        saved = pick(carry.saved, slot)
+        dchunk, dx_BTD = self._saved_vjp(saved, chunk, microbatch)(dy_BTD)
+        blocks = self._add_chunk(carry.gradients.blocks, dchunk, chunk, busy)
+
+        first_chunk, first_microbatch = self._of_stage(self.schedule.backward, t, 0)
+        data = pick(self.batch, first_microbatch)
+        first_dx_BTD = jnp.where((self.stage == 0) & (chunk == 0), dx_BTD, jnp.zeros_like(dx_BTD))
+        shared = self._where_needed(
+            first_chunk == 0,
+            lambda: jax.vjp(lambda s: self.model.embed(s, data), self.shared)[1](first_dx_BTD)[0],
+        )
+        shared = _add(carry.gradients.shared, shared)
+        return dx_BTD, carry._replace(gradients=Gradients(blocks, shared))
+
+    def _of_stage(self, direction: Any, t: jax.Array, stage: int) -> tuple[jax.Array, jax.Array]:
+        """Chunk and microbatch of one stage at a tick, known to all stages."""
+        return jnp.asarray(direction.chunk)[t, stage], jnp.asarray(direction.microbatch)[t, stage]
+
+    def _where_needed(self, needed: jax.Array, compute: Callable[[], Any]) -> Any:
+        """The result, or zeros where all stages know that nobody needs it.
+
+        With one chunk it is needed at nearly every tick, and a condition would only cost.
+        """
+        if self.schedule.num_chunks == 1:
+            return compute()
+        shapes = jax.eval_shape(compute)
+        return jax.lax.cond(needed, compute, lambda: _zeros(shapes))
+
+    def _known(self, chunk: jax.Array, microbatch: jax.Array) -> tuple[Any, Any]:
+        """Parameters of a chunk and inputs of a microbatch: what need not be saved."""
+        params = (
+            jax.tree.map(lambda leaf: leaf[0], self.blocks)
+            if self.schedule.num_chunks == 1
+            else pick(self.blocks, chunk)
+        )
+        return params, self.model.inputs(pick(self.batch, microbatch))
+
+    def _chunk_vjp(
+        self, x_BTD: jax.Array, chunk: jax.Array, microbatch: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Output of a chunk, and what its backward pass needs beside what is known."""
+        params, inputs = self._known(chunk, microbatch)
+        y_BTD, vjp = jax.vjp(
+            lambda p, x: self.model.chunk(p, x, inputs, jnp.maximum(chunk, 0)), params, x_BTD
+        )
+        leaves, self._tree = jax.tree.flatten(vjp)
+        known = jax.tree.leaves((params, inputs))
+        self._sources = [
+            next((i for i, candidate in enumerate(known) if candidate is leaf), None)
+            for leaf in leaves
+        ]
+        return y_BTD, [
+            leaf for leaf, source in zip(leaves, self._sources, strict=True) if source is None
+        ]
+
+    def _saved_vjp(
+        self, saved: list[jax.Array], chunk: jax.Array, microbatch: jax.Array
+    ) -> Callable[[jax.Array], tuple[Any, jax.Array]]:
+        """The backward pass of a chunk from what `_chunk_vjp` saved."""
+        known = jax.tree.leaves(self._known(chunk, microbatch))
+        remaining = iter(saved)
+        leaves = [next(remaining) if s is None else known[s] for s in self._sources]
+        return jax.tree.unflatten(self._tree, leaves)
+
+    def _add_chunk(self, total: Any, new: Any, chunk: jax.Array, busy: jax.Array) -> Any:
+        """Add the gradients of one chunk; those of an idle stage are garbage."""
+        index = jnp.maximum(chunk, 0)
+
+        def one(total: jax.Array, new: jax.Array) -> jax.Array:
+            new = jnp.where(busy, new.astype(jnp.float32), 0.0)
+            if self.schedule.num_chunks == 1:
+                return total + new[None]
+            old = jax.lax.dynamic_index_in_dim(total, index, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(total, old + new, index, 0)
+
+        return jax.tree.map(one, total, new)
+
+
+def _zeros(tree: Any, dtype: Any = None) -> Any:
+    """Zeros like the (abstract) arrays of a tree, in another dtype if one is given."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, dtype or a.dtype), tree)
+
+
+def _add(total: Any, new: Any) -> Any:
+    return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, new)

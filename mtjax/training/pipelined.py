@@ -1,0 +1,205 @@
+"""Loss and gradients of a batch on a mesh with a pipeline axis.
+
+From outside in: parameters seen by stage > region manual over data and pipeline > ticks
+(mtjax.parallel.pipeline) > layers of one chunk (mtjax.parallel.stack). As without a pipeline,
+gradients leave the region as partial sums and are reduced outside, once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtjax.config import Config
+from mtjax.layers.attention import BlockInputs
+from mtjax.layers.dropout import row_keys
+from mtjax.parallel.pipeline import Gradients, StagedModel, run_1f1b, run_forward
+from mtjax.parallel.schedule import make_schedule
+from mtjax.parallel.stack import Params, Scanned, embed_tokens, output_head, rope_angles, run_units
+from mtjax.parallel.stages import StageLayout, stack_stages, stage_layout, unstack_stages
+from mtjax.sharding import axis_size, is_boxed, storage_shardings
+from mtjax.training.losses import LossSums, linear_cross_entropy, loss_config
+from mtjax.training.state import Setup
+
+_pin = jax.lax.with_sharding_constraint
+
+
+def pipelined_sums(
+    config: Config, setup: Setup, mesh: Mesh, params: Params, batch: Any
+) -> LossSums:
+    """Loss sums of a whole batch (`mtjax.training.step.StepInput`), for evaluation.
+
+    `params` come from `mtjax.training.step.gather_params`, here and below.
+    """
+
+    def run(model: StagedModel, blocks: Any, shared: Any, batch: Any, scale: Any) -> Any:
+        return run_forward(model, blocks, shared, batch), Gradients(None, None)
+
+    return _in_region(config, setup, mesh, params, batch, None, 1.0, run)[0]
+
+
+def pipelined_loss_and_gradients(
+    config: Config,
+    setup: Setup,
+    mesh: Mesh,
+    params: Params,
+    batch: Any,
+    key: jax.Array | None,
+    scale: jax.Array | float,
+) -> tuple[LossSums, Params]:
+    """What `mtjax.training.step.loss_and_gradients` returns, by the schedule of the config."""
+    name, chunks = config.pipeline.schedule, config.pipeline.chunks
+    schedule = make_schedule(name, config.mesh.pipeline, config.train.microbatches, chunks)
+
+    def run(model: StagedModel, blocks: Any, shared: Any, batch: Any, scale: Any) -> Any:
+        if name != "gpipe":
+            return run_1f1b(
+                model, schedule, blocks, shared, batch._replace(active=None), scale, batch.active
+            )
+
+        def scaled(trained: Gradients) -> tuple[jax.Array, LossSums]:
+            sums = run_forward(model, trained.blocks, trained.shared, batch._replace(active=None))
+            return sums.total * scale, sums
+
+        gradients, sums = jax.grad(scaled, has_aux=True)(Gradients(blocks, shared))
+        return sums, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+
+    sums, gradients = _in_region(config, setup, mesh, params, batch, key, scale, run)
+    stored = storage_shardings(setup.boxes, mesh)
+    blocks = _from_stages(config, gradients.blocks, stored["blocks"]["group0"])
+    return sums, jax.tree.map(_pin, {**gradients.shared, "blocks": blocks}, stored)
+
+
+def _layout(config: Config) -> StageLayout:
+    return stage_layout(config.model, config.pipeline, config.mesh.pipeline)
+
+
+def _in_region(
+    config: Config,
+    setup: Setup,
+    mesh: Mesh,
+    params: Params,
+    batch: Any,
+    key: jax.Array | None,
+    scale: jax.Array | float,
+    run: Callable[..., tuple[LossSums, Gradients]],
+) -> tuple[LossSums, Gradients]:
+    """`run` on each stage and data shard; its sums and gradients, each added up."""
+    boxes = {name: setup.boxes[name] for name in ("embed", "head")}
+    split = jax.tree.map(lambda box: "vocab" in box.names, boxes, is_leaf=is_boxed)
+    layout = _layout(config)
+    at_rest = storage_shardings(setup.boxes, mesh, axes=("pipeline",))
+
+    def local(blocks: Any, shared: Any, batch: Any, key: Any, scale: Any) -> Any:
+        blocks = jax.tree.map(lambda leaf: leaf[:, 0], blocks)
+        sums, gradients = run(
+            _staged_model(config, layout, split, key), blocks, shared, _only_active(batch), scale
+        )
+        gradients = gradients._replace(
+            blocks=jax.tree.map(lambda leaf: leaf[:, None], gradients.blocks)
+        )
+        return jax.tree.map(lambda leaf: leaf[None], (sums, gradients))
+
+    data = "data" if axis_size("data") > 1 else None
+    stages = P(None, "pipeline")
+    vocab = jax.tree.map(lambda s: P("pipeline") if s else P(), split)
+    vocab_out = jax.tree.map(
+        lambda s: P(data, "pipeline") if s else P((data, "pipeline") if data else "pipeline"), split
+    )
+    rows = jax.tree.map(lambda leaf: P(None, data) if leaf.ndim > 1 else P(), batch)
+    sums, gradients = jax.shard_map(
+        local,
+        in_specs=(stages, vocab, rows, P(), P()),
+        out_specs=(P(data), Gradients(P(data, None, "pipeline"), vocab_out)),
+        axis_names={"pipeline"} | ({data} if data else set()),
+        check_vma=False,
+    )(
+        _to_stages(layout, params["blocks"], at_rest["blocks"]["group0"]),
+        {name: params[name] for name in boxes},
+        batch,
+        key,
+        jnp.asarray(scale, jnp.float32),
+    )
+    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), (sums, gradients))
+
+
+def _to_stages(layout: StageLayout, blocks: Any, at_rest: Any) -> Any:
+    """Blocks as [V, S, U, ...], each stage's where it runs.
+
+    Where layers at rest are no even cut into stages, each device holds a piece of all layers: the
+    layers are dealt out locally, then one all-to-all exchanges pieces for stages.
+    """
+
+    def place(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+        return _pin(_pin(leaf, _stacked(sharding, False)), _stacked(sharding, True))
+
+    return jax.tree.map(place, stack_stages(layout, blocks), at_rest)
+
+
+def _from_stages(config: Config, stages: Any, stored: Any) -> Any:
+    """The way back, for gradients; summed over data where they are."""
+
+    def place(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+        return _pin(_pin(leaf, _stacked(sharding, True)), _stacked(sharding, False))
+
+    return unstack_stages(_layout(config), config.model, jax.tree.map(place, stages, stored))
+
+
+def _stacked(sharding: NamedSharding, at_stage: bool) -> NamedSharding:
+    """The sharding of a stored leaf [layers, ...], for [V, S, U, ...]."""
+    layers, *others = sharding.spec
+    if not at_stage:
+        return NamedSharding(sharding.mesh, P(None, layers, None, *others))
+
+    def without(entry: Any) -> Any:
+        axes = (entry,) if isinstance(entry, str) else (entry or ())
+        return tuple(axis for axis in axes if axis != "pipeline") or None
+
+    return NamedSharding(sharding.mesh, P(None, "pipeline", None, *map(without, others)))
+
+
+def _staged_model(
+    config: Config, layout: StageLayout, split: Any, key: jax.Array | None
+) -> StagedModel:
+    """The parts of the model for one stage; `split` tells which shared leaves are."""
+    model, train = config.model, config.train
+    # Tables are one stage's piece of the vocabulary; the loss knows the whole one.
+    piece = model.with_vocab_shard(config.mesh.pipeline)
+    dropped = key is not None and (model.dropout > 0 or model.attention.dropout > 0)
+    units_VSU, real_VSUP = jnp.asarray(layout.index_VSU), jnp.asarray(layout.real_VSUP)
+    stage = jax.lax.axis_index("pipeline")
+
+    def keys(microbatch: Any) -> jax.Array | None:
+        return row_keys(key, microbatch.rows) if key is not None and dropped else None
+
+    def embed(shared: Any, microbatch: Any) -> jax.Array:
+        tokens, positions = microbatch.tokens, microbatch.positions
+        return embed_tokens(piece, shared["embed"], tokens, positions, keys(microbatch))
+
+    def inputs(microbatch: Any) -> BlockInputs:
+        angles = rope_angles(model, microbatch.positions)
+        return BlockInputs(angles, microbatch.segments, keys(microbatch))
+
+    def chunk(params: Any, x_BTD: jax.Array, inputs: BlockInputs, index: jax.Array) -> jax.Array:
+        units_U = units_VSU[index, stage]
+        real_UP = real_VSUP[index, stage] if layout.padded else None
+        scanned = Scanned(params, units_U, real_UP)
+        return run_units(layout.unit, train, scanned, x_BTD, inputs)[0]
+
+    def loss(shared: Any, y_BTD: jax.Array, microbatch: Any) -> LossSums:
+        h_BTD, table_VD = output_head(piece, shared, y_BTD)
+        labels, weights = microbatch.labels, microbatch.weights
+        return linear_cross_entropy(loss_config(config), h_BTD, table_VD, labels, weights)
+
+    return StagedModel(embed, inputs, chunk, loss, split)
+
+
+def _only_active(batch: Any) -> Any:
+    """The batch with zero weights in microbatches that hold no data."""
+    if batch.active is None:
+        return batch
+    active = jnp.arange(batch.weights.shape[0])[:, None, None] < batch.active
+    return batch._replace(weights=jnp.where(active, batch.weights, 0.0))
