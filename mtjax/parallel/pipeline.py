@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mtjax.parallel.schedule import Phase, Schedule
-from mtjax.sharding import axis_size, local_map
+from mtjax.parallel.schedule import IDLE, Pass, Phase, Schedule
+from mtjax.sharding import axis_size, local_map, shard
 
 AXIS = "pipeline"
 _STREAM = ("batch", "seq_sp", None)
@@ -31,8 +32,8 @@ class StagedModel(NamedTuple):
     """(parameters of a chunk, x, inputs, index of the chunk) -> y [B, T, D]."""
     loss: Callable[[Any, jax.Array, Any], Any]
     """(shared, y, microbatch) -> tree of sums; the first leaf is what is minimised."""
-    vocab_split: Any
-    """Tree like shared: whether a leaf is split over the stages, not replicated."""
+    shared_names: Any
+    """Tree like shared: logical dims of each leaf. Those with "vocab" are split over the stages."""
 
 
 def pick(tree: Any, index: jax.Array) -> Any:
@@ -70,7 +71,9 @@ def _loss(model: StagedModel, shared: Any, y_BTD: jax.Array, microbatch: Any) ->
     The gradients of `shared` are parts, to be summed over the stages where leaves are replicated.
     """
     shared = jax.tree.map(
-        lambda leaf, split: leaf if split else counted_once(leaf), shared, model.vocab_split
+        lambda leaf, names: leaf if "vocab" in names else counted_once(leaf),
+        shared,
+        model.shared_names,
     )
     return model.loss(shared, from_last_stage(y_BTD), microbatch)
 
@@ -81,33 +84,106 @@ def _next_stage(x: jax.Array, step: int) -> jax.Array:
     return jax.lax.ppermute(x, AXIS, [(s, (s + step) % S) for s in range(S)])
 
 
-def run_forward(model: StagedModel, blocks: Any, shared: Any, batch: Any) -> Any:
-    """Loss sums over all microbatches, one chunk per stage; differentiated, this is GPipe.
+def run_forward(
+    model: StagedModel, schedule: Schedule, blocks: Any, shared: Any, batch: Any
+) -> Any:
+    """Loss sums over all microbatches; differentiated, this is GPipe.
 
-    `blocks` leaves are [1, U, ...], `batch` leaves [M, ...].
+    `blocks` leaves are [V, U, ...], `batch` leaves [M, ...]. Made to be differentiated with one
+    chunk per stage: of several, each tick would keep the weights of its own.
     """
-    S, stage = axis_size(AXIS), jax.lax.axis_index(AXIS)
-    M = jax.tree.leaves(batch)[0].shape[0]
-    chunk = jax.tree.map(lambda leaf: leaf[0], blocks)
+    ticks = _Ticks(model, schedule, blocks, shared, batch)
     # Its residuals are gradients of the whole table: made again in the backward pass instead.
     loss = jax.checkpoint(lambda *args: _loss(model, *args), prevent_cse=False)
 
     def tick(carry: Any, t: jax.Array) -> Any:
         incoming_BTD, sums = carry
-        embedded_BTD = model.embed(shared, pick(batch, jnp.minimum(t, M - 1)))
-        x_BTD = jnp.where(stage == 0, embedded_BTD, incoming_BTD)
-        own = pick(batch, jnp.minimum(t - stage, M - 1))
-        y_BTD = model.chunk(chunk, x_BTD, model.inputs(own), jnp.int32(0))
-        out = t - (S - 1)
-        new = loss(shared, y_BTD, pick(batch, out))
-        sums = jax.tree.map(lambda a, b: a + jnp.where(out >= 0, b, 0), sums, new)
+        chunk, microbatch, _ = ticks.own(schedule.forward, t)
+        params, inputs = ticks.known(chunk, microbatch)
+        x_BTD = ticks.enter(t, incoming_BTD)
+        y_BTD = model.chunk(params, x_BTD, inputs, jnp.maximum(chunk, 0))
+        chunk, microbatch, _ = ticks.of_stage(schedule.num_stages - 1, schedule.forward, t)
+        leaves = chunk == schedule.num_chunks - 1
+        data = pick(batch, microbatch)
+        new = ticks.where_needed(leaves, lambda: loss(shared, y_BTD, data), _pin_scalars)
+        sums = jax.tree.map(lambda a, b: a + jnp.where(leaves, b, 0), sums, new)
         return (_next_stage(y_BTD, 1), sums), None
 
-    first = pick(batch, jnp.int32(0))
-    x_BTD = jnp.zeros_like(model.embed(shared, first))
-    zero = _zeros(jax.eval_shape(loss, shared, x_BTD, first))
-    (_, sums), _ = jax.lax.scan(tick, (x_BTD, zero), jnp.arange(M + S - 1))
-    return sums
+    x_BTD, sums = ticks.zeros()
+    num_ticks = int(np.max(np.nonzero(schedule.forward.microbatch != IDLE)[0])) + 1
+    return jax.lax.scan(tick, (x_BTD, sums), jnp.arange(num_ticks))[0][1]
+
+
+class _Ticks:
+    """What a tick looks up, in arrays that are the same in all ticks."""
+
+    num_active: jax.Array | None = None
+    """Microbatches from this one on are left out."""
+
+    def __init__(
+        self, model: StagedModel, schedule: Schedule, blocks: Any, shared: Any, batch: Any
+    ) -> None:
+        self.model, self.schedule = model, schedule
+        self.blocks, self.shared, self.batch = blocks, shared, batch
+        self.stage = jax.lax.axis_index(AXIS)
+
+    def zeros(self) -> tuple[jax.Array, Any]:
+        """A residual stream [B, T, D] and loss sums, all zero."""
+        first = pick(self.batch, jnp.int32(0))
+        x_BTD = jnp.zeros_like(self.model.embed(self.shared, first))
+        return x_BTD, _zeros(jax.eval_shape(self.model.loss, self.shared, x_BTD, first))
+
+    def own(self, direction: Pass, t: jax.Array) -> tuple[jax.Array, ...]:
+        """Chunk, microbatch and slot of this stage at a tick."""
+        return self.of_stage(self.stage, direction, t)
+
+    def of_stage(self, stage: Any, direction: Pass, t: jax.Array) -> tuple[jax.Array, ...]:
+        """Those of any stage; of a fixed one they are known to all."""
+        chunk, microbatch, slot = (jnp.asarray(table)[t, stage] for table in direction)
+        if self.num_active is not None:
+            idle = microbatch >= self.num_active
+            chunk, microbatch = (jnp.where(idle, IDLE, item) for item in (chunk, microbatch))
+        return chunk, microbatch, slot
+
+    def known(self, chunk: jax.Array, microbatch: jax.Array) -> tuple[Any, Any]:
+        """Parameters of a chunk and inputs of a microbatch."""
+        if self.schedule.num_chunks == 1:
+            params = jax.tree.map(lambda leaf: leaf[0], self.blocks)
+        else:
+            params = pick(self.blocks, chunk)
+        return params, self.model.inputs(pick(self.batch, microbatch))
+
+    def enter(self, t: jax.Array, incoming_BTD: jax.Array) -> jax.Array:
+        """Input of this stage's chunk: embedded tokens where the model begins, or what came in."""
+        first_chunk, microbatch, _ = self.of_stage(0, self.schedule.forward, t)
+        embedded_BTD = self.where_needed(
+            first_chunk == 0,
+            lambda: self.model.embed(self.shared, pick(self.batch, microbatch)),
+            _pin_stream,
+        )
+        begins = (self.stage == 0) & (first_chunk == 0)
+        return jnp.where(begins, embedded_BTD, incoming_BTD)
+
+    def where_needed(
+        self, needed: jax.Array, compute: Callable[[], Any], pin: Callable[[Any], Any]
+    ) -> Any:
+        """The result, or zeros where all stages know that nobody needs it.
+
+        With one chunk it is needed at nearly every tick, and a condition would only cost. `pin`
+        lays the result out, or XLA refuses branches that it has laid out differently.
+        """
+        if self.schedule.num_chunks == 1:
+            return compute()
+        shapes = jax.eval_shape(compute)
+        return jax.lax.cond(needed, lambda: pin(compute()), lambda: pin(_zeros(shapes)))
+
+
+def _pin_scalars(sums: Any) -> Any:
+    return jax.tree.map(shard, sums)
+
+
+def _pin_stream(x_BTD: jax.Array) -> jax.Array:
+    return shard(x_BTD, *_STREAM)
 
 
 class Gradients(NamedTuple):
@@ -144,8 +220,8 @@ def run_1f1b(
     `blocks` leaves are [V, U, ...], `batch` leaves [M, ...]. With `num_active`, microbatches from
     that one on hold no data (zero weights) and the ticks for them are left out.
     """
-    executor = _Executor(model, schedule, blocks, shared, batch, scale)
-    carry = executor.start()
+    executor = _Executor(model, schedule, blocks, shared, batch)
+    carry = executor.start(scale, num_active)
     for phase in schedule.phases:
         begin, end = _bounds(schedule, phase, num_active)
 
@@ -171,35 +247,20 @@ def _bounds(schedule: Schedule, phase: Phase, num_active: jax.Array | None) -> t
     )
 
 
-class _Executor:
-    """The two directions of a tick, over arrays that stay the same in all ticks."""
+class _Executor(_Ticks):
+    """The two directions of a tick."""
 
-    def __init__(
-        self,
-        model: StagedModel,
-        schedule: Schedule,
-        blocks: Any,
-        shared: Any,
-        batch: Any,
-        scale: jax.Array | float,
-    ) -> None:
-        self.model, self.schedule, self.scale = model, schedule, scale
-        self.blocks, self.shared, self.batch = blocks, shared, batch
-        self.stage = jax.lax.axis_index(AXIS)
-        self.is_last = self.stage == schedule.num_stages - 1
-
-    def start(self) -> _Carry:
+    def start(self, scale: jax.Array | float, num_active: jax.Array | None) -> _Carry:
         """Nothing sent, nothing saved, all sums zero."""
-        first = pick(self.batch, jnp.int32(0))
-        x_BTD = jnp.zeros_like(self.model.embed(self.shared, first))
+        self.scale, self.num_active = scale, num_active
+        x_BTD, sums = self.zeros()
         saved = jax.eval_shape(lambda x: self._chunk_vjp(x, jnp.int32(0), jnp.int32(0))[1], x_BTD)
-        sums = jax.eval_shape(self.model.loss, self.shared, x_BTD, first)
         slots = self.schedule.num_slots
         return _Carry(
             x_BTD,
             x_BTD,
             [jnp.zeros((slots, *a.shape), a.dtype) for a in saved],
-            _zeros(sums),
+            sums,
             Gradients(_zeros(self.blocks, jnp.float32), _zeros(self.shared, jnp.float32)),
         )
 
@@ -222,15 +283,8 @@ class _Executor:
         return carry
 
     def _forward(self, t: jax.Array, carry: _Carry) -> tuple[jax.Array, _Carry]:
-        chunk, microbatch, slot = (
-            jnp.asarray(table)[t, self.stage] for table in self.schedule.forward
-        )
-        first_chunk, first_microbatch = self._of_stage(self.schedule.forward, t, 0)
-        embedded_BTD = self._where_needed(
-            first_chunk == 0,
-            lambda: self.model.embed(self.shared, pick(self.batch, first_microbatch)),
-        )
-        x_BTD = jnp.where((self.stage == 0) & (chunk == 0), embedded_BTD, carry.x_BTD)
+        chunk, microbatch, slot = self.own(self.schedule.forward, t)
+        x_BTD = self.enter(t, carry.x_BTD)
         y_BTD, saved = self._chunk_vjp(x_BTD, chunk, microbatch)
         buffers = [
             jax.lax.dynamic_update_index_in_dim(buffer, new, slot, 0)
@@ -240,7 +294,8 @@ class _Executor:
 
     def _loss(self, t: jax.Array, y_BTD: jax.Array, carry: _Carry) -> tuple[jax.Array, _Carry]:
         """Add what leaves the last stage to sums and gradients; its own cotangent [B, T, D]."""
-        chunk, microbatch = self._of_stage(self.schedule.forward, t, self.schedule.num_stages - 1)
+        last = self.schedule.num_stages - 1
+        chunk, microbatch, _ = self.of_stage(last, self.schedule.forward, t)
         data = pick(self.batch, microbatch)
 
         def compute() -> Any:
@@ -250,7 +305,11 @@ class _Executor:
             return sums, vjp(jax.tree.unflatten(tree, leaves))
 
         needed = chunk == self.schedule.num_chunks - 1
-        sums, (shared, dy_BTD) = self._where_needed(needed, compute)
+        sums, (shared, dy_BTD) = self.where_needed(
+            needed,
+            compute,
+            lambda r: (_pin_scalars(r[0]), (self._pin_shared(r[1][0]), _pin_stream(r[1][1]))),
+        )
         gradients = carry.gradients._replace(shared=_add(carry.gradients.shared, shared))
         sums = jax.tree.map(jnp.add, carry.sums, sums)
         return dy_BTD, carry._replace(sums=sums, gradients=gradients)
@@ -258,54 +317,37 @@ class _Executor:
     def _backward(
         self, t: jax.Array, last_dy_BTD: jax.Array, carry: _Carry
     ) -> tuple[jax.Array, _Carry]:
-        chunk, microbatch, slot = (
-            jnp.asarray(table)[t, self.stage] for table in self.schedule.backward
-        )
+        chunk, microbatch, slot = self.own(self.schedule.backward, t)
         busy = chunk >= 0
-        from_loss = self.is_last & (chunk == self.schedule.num_chunks - 1)
+        from_loss = (self.stage == self.schedule.num_stages - 1) & (
+            chunk == self.schedule.num_chunks - 1
+        )
         dy_BTD = jnp.where(from_loss, last_dy_BTD, carry.dy_BTD)
         saved = pick(carry.saved, slot)
         dchunk, dx_BTD = self._saved_vjp(saved, chunk, microbatch)(dy_BTD)
         blocks = self._add_chunk(carry.gradients.blocks, dchunk, chunk, busy)
 
-        first_chunk, first_microbatch = self._of_stage(self.schedule.backward, t, 0)
+        first_chunk, first_microbatch, _ = self.of_stage(0, self.schedule.backward, t)
         data = pick(self.batch, first_microbatch)
         first_dx_BTD = jnp.where((self.stage == 0) & (chunk == 0), dx_BTD, jnp.zeros_like(dx_BTD))
-        shared = self._where_needed(
+        shared = self.where_needed(
             first_chunk == 0,
             lambda: jax.vjp(lambda s: self.model.embed(s, data), self.shared)[1](first_dx_BTD)[0],
+            self._pin_shared,
         )
         shared = _add(carry.gradients.shared, shared)
         return dx_BTD, carry._replace(gradients=Gradients(blocks, shared))
 
-    def _of_stage(self, direction: Any, t: jax.Array, stage: int) -> tuple[jax.Array, jax.Array]:
-        """Chunk and microbatch of one stage at a tick, known to all stages."""
-        return jnp.asarray(direction.chunk)[t, stage], jnp.asarray(direction.microbatch)[t, stage]
-
-    def _where_needed(self, needed: jax.Array, compute: Callable[[], Any]) -> Any:
-        """The result, or zeros where all stages know that nobody needs it.
-
-        With one chunk it is needed at nearly every tick, and a condition would only cost.
-        """
-        if self.schedule.num_chunks == 1:
-            return compute()
-        shapes = jax.eval_shape(compute)
-        return jax.lax.cond(needed, compute, lambda: _zeros(shapes))
-
-    def _known(self, chunk: jax.Array, microbatch: jax.Array) -> tuple[Any, Any]:
-        """Parameters of a chunk and inputs of a microbatch: what need not be saved."""
-        params = (
-            jax.tree.map(lambda leaf: leaf[0], self.blocks)
-            if self.schedule.num_chunks == 1
-            else pick(self.blocks, chunk)
+    def _pin_shared(self, shared: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf, names: shard(leaf, *names), shared, self.model.shared_names
         )
-        return params, self.model.inputs(pick(self.batch, microbatch))
 
     def _chunk_vjp(
         self, x_BTD: jax.Array, chunk: jax.Array, microbatch: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Output of a chunk, and what its backward pass needs beside what is known."""
-        params, inputs = self._known(chunk, microbatch)
+        params, inputs = self.known(chunk, microbatch)
         y_BTD, vjp = jax.vjp(
             lambda p, x: self.model.chunk(p, x, inputs, jnp.maximum(chunk, 0)), params, x_BTD
         )
@@ -323,7 +365,7 @@ class _Executor:
         self, saved: list[jax.Array], chunk: jax.Array, microbatch: jax.Array
     ) -> Callable[[jax.Array], tuple[Any, jax.Array]]:
         """The backward pass of a chunk from what `_chunk_vjp` saved."""
-        known = jax.tree.leaves(self._known(chunk, microbatch))
+        known = jax.tree.leaves(self.known(chunk, microbatch))
         remaining = iter(saved)
         leaves = [next(remaining) if s is None else known[s] for s in self._sources]
         return jax.tree.unflatten(self._tree, leaves)

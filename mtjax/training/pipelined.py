@@ -17,7 +17,7 @@ from mtjax.config import Config
 from mtjax.layers.attention import BlockInputs
 from mtjax.layers.dropout import row_keys
 from mtjax.parallel.pipeline import Gradients, StagedModel, run_1f1b, run_forward
-from mtjax.parallel.schedule import make_schedule
+from mtjax.parallel.schedule import Schedule, make_schedule
 from mtjax.parallel.stack import Params, Scanned, embed_tokens, output_head, rope_angles, run_units
 from mtjax.parallel.stages import StageLayout, stack_stages, stage_layout, unstack_stages
 from mtjax.sharding import axis_size, is_boxed, storage_shardings
@@ -36,9 +36,9 @@ def pipelined_sums(
     """
 
     def run(model: StagedModel, blocks: Any, shared: Any, batch: Any, scale: Any) -> Any:
-        return run_forward(model, blocks, shared, batch), Gradients(None, None)
+        return run_forward(model, _schedule(config), blocks, shared, batch), None
 
-    return _in_region(config, setup, mesh, params, batch, None, 1.0, run)[0]
+    return _in_region(config, setup, mesh, params, batch, None, 1.0, run, with_gradients=False)[0]
 
 
 def pipelined_loss_and_gradients(
@@ -51,17 +51,15 @@ def pipelined_loss_and_gradients(
     scale: jax.Array | float,
 ) -> tuple[LossSums, Params]:
     """What `mtjax.training.step.loss_and_gradients` returns, by the schedule of the config."""
-    name, chunks = config.pipeline.schedule, config.pipeline.chunks
-    schedule = make_schedule(name, config.mesh.pipeline, config.train.microbatches, chunks)
+    schedule = _schedule(config)
 
     def run(model: StagedModel, blocks: Any, shared: Any, batch: Any, scale: Any) -> Any:
-        if name != "gpipe":
-            return run_1f1b(
-                model, schedule, blocks, shared, batch._replace(active=None), scale, batch.active
-            )
+        batch, active = batch._replace(active=None), batch.active
+        if config.pipeline.schedule != "gpipe":
+            return run_1f1b(model, schedule, blocks, shared, batch, scale, active)
 
         def scaled(trained: Gradients) -> tuple[jax.Array, LossSums]:
-            sums = run_forward(model, trained.blocks, trained.shared, batch._replace(active=None))
+            sums = run_forward(model, schedule, trained.blocks, trained.shared, batch)
             return sums.total * scale, sums
 
         gradients, sums = jax.grad(scaled, has_aux=True)(Gradients(blocks, shared))
@@ -71,6 +69,13 @@ def pipelined_loss_and_gradients(
     stored = storage_shardings(setup.boxes, mesh)
     blocks = _from_stages(config, gradients.blocks, stored["blocks"]["group0"])
     return sums, jax.tree.map(_pin, {**gradients.shared, "blocks": blocks}, stored)
+
+
+def _schedule(config: Config) -> Schedule:
+    pipeline, train = config.pipeline, config.train
+    return make_schedule(
+        pipeline.schedule, config.mesh.pipeline, train.microbatches, pipeline.chunks
+    )
 
 
 def _layout(config: Config) -> StageLayout:
@@ -85,35 +90,33 @@ def _in_region(
     batch: Any,
     key: jax.Array | None,
     scale: jax.Array | float,
-    run: Callable[..., tuple[LossSums, Gradients]],
-) -> tuple[LossSums, Gradients]:
+    run: Callable[..., tuple[LossSums, Gradients | None]],
+    *,
+    with_gradients: bool = True,
+) -> tuple[LossSums, Any]:
     """`run` on each stage and data shard; its sums and gradients, each added up."""
     boxes = {name: setup.boxes[name] for name in ("embed", "head")}
+    names = jax.tree.map(lambda box: box.names, boxes, is_leaf=is_boxed)
     split = jax.tree.map(lambda box: "vocab" in box.names, boxes, is_leaf=is_boxed)
     layout = _layout(config)
     at_rest = storage_shardings(setup.boxes, mesh, axes=("pipeline",))
 
     def local(blocks: Any, shared: Any, batch: Any, key: Any, scale: Any) -> Any:
         blocks = jax.tree.map(lambda leaf: leaf[:, 0], blocks)
-        sums, gradients = run(
-            _staged_model(config, layout, split, key), blocks, shared, _only_active(batch), scale
-        )
-        gradients = gradients._replace(
-            blocks=jax.tree.map(lambda leaf: leaf[:, None], gradients.blocks)
-        )
+        model = _staged_model(config, layout, names, key)
+        sums, gradients = run(model, blocks, shared, _only_active(batch), scale)
+        if gradients is not None:
+            own = jax.tree.map(lambda leaf: leaf[:, None], gradients.blocks)
+            gradients = gradients._replace(blocks=own)
         return jax.tree.map(lambda leaf: leaf[None], (sums, gradients))
 
     data = "data" if axis_size("data") > 1 else None
-    stages = P(None, "pipeline")
     vocab = jax.tree.map(lambda s: P("pipeline") if s else P(), split)
-    vocab_out = jax.tree.map(
-        lambda s: P(data, "pipeline") if s else P((data, "pipeline") if data else "pipeline"), split
-    )
     rows = jax.tree.map(lambda leaf: P(None, data) if leaf.ndim > 1 else P(), batch)
-    sums, gradients = jax.shard_map(
+    results = jax.shard_map(
         local,
-        in_specs=(stages, vocab, rows, P(), P()),
-        out_specs=(P(data), Gradients(P(data, None, "pipeline"), vocab_out)),
+        in_specs=(P(None, "pipeline"), vocab, rows, P(), P()),
+        out_specs=(P(data), _gradient_specs(data, split) if with_gradients else None),
         axis_names={"pipeline"} | ({data} if data else set()),
         check_vma=False,
     )(
@@ -123,7 +126,16 @@ def _in_region(
         key,
         jnp.asarray(scale, jnp.float32),
     )
-    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), (sums, gradients))
+    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), results)
+
+
+def _gradient_specs(data: str | None, split: Any) -> Gradients:
+    """How partial sums leave the region, with a leading dim for what is yet to be added up."""
+    parts = (data, "pipeline") if data else "pipeline"
+    return Gradients(
+        P(data, None, "pipeline"),
+        jax.tree.map(lambda s: P(data, "pipeline") if s else P(parts), split),
+    )
 
 
 def _to_stages(layout: StageLayout, blocks: Any, at_rest: Any) -> Any:
@@ -162,9 +174,9 @@ def _stacked(sharding: NamedSharding, at_stage: bool) -> NamedSharding:
 
 
 def _staged_model(
-    config: Config, layout: StageLayout, split: Any, key: jax.Array | None
+    config: Config, layout: StageLayout, shared_names: Any, key: jax.Array | None
 ) -> StagedModel:
-    """The parts of the model for one stage; `split` tells which shared leaves are."""
+    """The parts of the model, for one stage."""
     model, train = config.model, config.train
     # Tables are one stage's piece of the vocabulary; the loss knows the whole one.
     piece = model.with_vocab_shard(config.mesh.pipeline)
@@ -194,7 +206,7 @@ def _staged_model(
         labels, weights = microbatch.labels, microbatch.weights
         return linear_cross_entropy(loss_config(config), h_BTD, table_VD, labels, weights)
 
-    return StagedModel(embed, inputs, chunk, loss, split)
+    return StagedModel(embed, inputs, chunk, loss, shared_names)
 
 
 def _only_active(batch: Any) -> Any:
