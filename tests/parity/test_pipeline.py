@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtjax.config import PipelineConfig
+from mtjax.checkpoint.manager import Checkpointer
+from mtjax.checkpoint.manifest import build_manifest
+from mtjax.config import CheckpointConfig, PipelineConfig
 from mtjax.training.state import create_state
 from mtjax.training.step import dropout_key, evaluation_sums, loss_and_gradients
 from tests.parity.layouts import (
@@ -175,6 +177,23 @@ def test_a_batch_ramp_leaves_out_the_microbatches_without_data(layout, active):
     assert_close(got, computed(gradients, config, mesh, state.params, alone), TOLERANCE)
 
 
+@pytest.mark.parametrize("layers", [5, 8])
+def test_a_checkpoint_of_a_pipeline_restores_bit_by_bit_on_any_other_layout(layers, tmp_path):
+    config, _, _, state, _ = place(deep(layers), "pipeline=4,microbatches=4")
+    manifest = build_manifest(dataclasses.asdict(config), config.mesh.sizes)
+    with Checkpointer(tmp_path, CheckpointConfig(), manifest) as checkpointer:
+        checkpointer.save(1, state, {}, wait=True)
+        for layout in ("fsdp=2", "pipeline=2,tensor=2,chunks=2,microbatches=4"):
+            other = on_layout(deep(layers), layout)[2]
+            restored, _ = checkpointer.restore(other.abstract, 1)
+            assert jax.tree.all(jax.tree.map(np.array_equal, restored, state))
+            for leaf, abstract in zip(
+                jax.tree.leaves(restored), jax.tree.leaves(other.abstract), strict=True
+            ):
+                assert leaf.sharding == abstract.sharding
+
+
+@pytest.mark.slow
 def test_a_pipeline_trains_as_one_device_does():
     """Two whole steps, moments and clipping included; metrics agree to float32 rounding."""
     config = deep(4)

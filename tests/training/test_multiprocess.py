@@ -83,7 +83,17 @@ def losses(directory):
 SAMPLE = {"train__sample_tokens": 4, "train__sample_prompt": "It is "}
 
 
-@pytest.mark.parametrize("mesh", [{"mesh__data": 2} | SAMPLE, {"mesh__fsdp": 2}])
+PIPELINE = {"mesh__pipeline": 2, "train__microbatches": 4, "model__num_layers": 3}
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"mesh__data": 2} | SAMPLE,
+        {"mesh__fsdp": 2},
+        pytest.param(PIPELINE | SAMPLE, marks=pytest.mark.slow),
+    ],
+)
 def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(
     tmp_path, launch_two, mesh
 ):
@@ -91,7 +101,7 @@ def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(
     assert [code for code, _, _ in ends] == [0, 0], ends[0][2] + ends[1][2]
     assert ("sample: It is " in ends[0][1]) == ("train__sample_tokens" in mesh)
     assert "step " in ends[0][1] and "step " not in ends[1][1]
-    mesh = {name: size for name, size in mesh.items() if name.startswith("mesh")}
+    mesh = {name: size for name, size in mesh.items() if name not in SAMPLE}
     one = run(tiny(tmp_path / "one", train__steps=6, **mesh))
     together = losses(tmp_path / "two")
     assert len(together) == 4
