@@ -9,6 +9,7 @@ from mtjax.config import (
     Config,
     MeshConfig,
     ModelConfig,
+    MoeConfig,
     PipelineConfig,
     TrainConfig,
     on_layout,
@@ -84,7 +85,7 @@ def test_what_does_not_fit_a_pipeline_is_refused_with_the_fix(changes, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schedule": "1f2b"}, "expected one of 1f1b, interleaved_1f1b, gpipe"),
+        ({"schedule": "1f2b"}, "pipeline.schedule: got '1f2b', expected one of 1f1b, inter"),
         ({"chunks": 2}, "pipeline.chunks: got 2, expected 1 with schedule 1f1b"),
         ({"schedule": "interleaved_1f1b"}, "got 1, expected 2 or more with schedule interleaved"),
         ({"stage_layers": (4, 0)}, "expected at least one layer on each stage"),
@@ -109,6 +110,13 @@ def test_pipeline_settings_that_contradict_each_other_are_refused(settings, mess
 )
 def test_what_fits_is_taken(changes):
     validate(config(**changes))
+
+
+def test_experts_in_a_pipeline_are_refused():
+    base = config()
+    moe = MoeConfig(num_experts=4, top_k=2)
+    with pytest.raises(ValueError, match=r"mesh.pipeline: got 4, expected 1 for a model with exp"):
+        validate(dataclasses.replace(base, model=dataclasses.replace(base.model, moe=moe)))
 
 
 def test_a_layout_chooses_the_schedule_and_drops_it_where_there_is_no_pipeline():

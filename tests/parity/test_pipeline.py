@@ -14,7 +14,7 @@ from mtjax.checkpoint.manager import Checkpointer
 from mtjax.checkpoint.manifest import build_manifest
 from mtjax.config import CheckpointConfig, PipelineConfig
 from mtjax.training.state import create_state
-from mtjax.training.step import dropout_key, evaluation_sums, loss_and_gradients
+from mtjax.training.step import dropout_key, evaluation_loss, loss_and_gradients
 from tests.parity.layouts import (
     COMPILER_OPTIONS,
     SEQ,
@@ -142,15 +142,15 @@ def computed(function, config, mesh, *args):
     ],
 )
 def test_an_evaluation_in_a_pipeline_has_the_loss_of_one_device(layout):
-    sums = []
+    losses = []
     for text in (layout, "data=1"):
         config, mesh, setup, state, batch = place(deep(8), text)
 
         def run(params, batch, config=config, mesh=mesh, setup=setup):
-            return evaluation_sums(config, setup, mesh, params, batch)
+            return evaluation_loss(config, setup, mesh, params, batch)
 
-        sums.append(computed(run, config, mesh, state.params, batch))
-    np.testing.assert_allclose(sums[0], sums[1], rtol=TOLERANCE)
+        losses.append(computed(run, config, mesh, state.params, batch))
+    np.testing.assert_allclose(losses[0], losses[1], rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
