@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from mtjax.config import Config, validate
+from mtjax.config import Config, PipelineConfig, validate
 from mtjax.config.mesh import AXES, MeshConfig
 from mtjax.planner.memory import estimate_memory, padded_params
 from mtjax.planning.flops import count_expert_params
@@ -55,7 +55,8 @@ def candidates(config: Config, num_devices: int) -> tuple[list[Candidate], int]:
         microbatches = math.gcd(config.train.microbatches, max(rows, 1))
         train = dataclasses.replace(config.train, microbatches=microbatches)
         try:
-            other = validate(dataclasses.replace(config, mesh=mesh, train=train))
+            pipeline = config.pipeline if mesh.pipeline > 1 else PipelineConfig()
+            other = validate(dataclasses.replace(config, mesh=mesh, train=train, pipeline=pipeline))
         except ValueError:
             invalid += 1
             continue
@@ -71,9 +72,12 @@ def sent_bytes(config: Config) -> float:
     tensor: four gathers and four scatters of the activations per block, recomputation apart
     (Korthikanti et al. 2022). expert: it splits other weights as fsdp does, and tokens go out and
     back twice (Lepikhin et al. 2020). data: one gather in two bytes, one scatter in four per step.
+    pipeline: each pass of a chunk sends the residual stream on; it is summed over the stages behind
+    the embedding and before the loss, and on the way back.
     """
     model, train, mesh = config.model, config.train, config.mesh
-    weights, experts = padded_params(model), count_expert_params(model)
+    weights = padded_params(model) / mesh.pipeline
+    experts = count_expert_params(model) / mesh.pipeline
     tokens = train.batch_size * train.seq_len / (mesh.data * mesh.fsdp * mesh.expert)
     shards = mesh.fsdp * mesh.expert * mesh.tensor
     experts_per_device = experts / (mesh.expert * mesh.tensor)
@@ -83,12 +87,19 @@ def sent_bytes(config: Config) -> float:
 
     fsdp = share(mesh.fsdp * mesh.expert) * (weights - experts) / mesh.tensor
     fsdp += share(mesh.fsdp) * experts_per_device
-    tensor = share(mesh.tensor) * 8 * 2 * model.num_layers * tokens * model.embed_dim
+    tensor = (
+        share(mesh.tensor) * 8 * 2 * model.num_layers * tokens * model.embed_dim / mesh.pipeline
+    )
     layers = sum(model.moe.has_experts(layer) for layer in range(model.num_layers))
     moved = 4 * 2 * layers * tokens * model.moe.top_k * model.embed_dim / mesh.tensor
+    pipeline = 0.0
+    if mesh.pipeline > 1:
+        passes = 2 * config.pipeline.chunks + 4 * 2 * share(mesh.pipeline)
+        pipeline = passes * 2 * tokens * model.embed_dim / mesh.tensor
     return (
         3 * 2 * train.microbatches * fsdp
         + tensor
+        + pipeline
         + share(mesh.expert * mesh.tensor) * moved
         + share(mesh.data) * (2 + 4) * weights / shards
     )

@@ -7,6 +7,7 @@ and the loss hold while they work is counted in whole arrays of our own step.
 
 from mtjax.config import Config
 from mtjax.config.model import ModelConfig
+from mtjax.config.pipeline import layers_per_stage
 from mtjax.planning.flops import count_expert_params, count_params
 
 _COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -17,7 +18,7 @@ _MOMENT_BYTES = {"adamw": 8, "lion": 4, "muon": 4, "sgd": 4, "adafactor": 0}
 def estimate_memory(config: Config) -> dict[str, float]:
     """Bytes per device by part, largest moment of the step. The mesh must be resolved."""
     mesh = config.mesh
-    shards = mesh.fsdp * mesh.expert * mesh.tensor
+    shards = mesh.fsdp * mesh.pipeline * mesh.expert * mesh.tensor
     local = padded_params(config.model) / shards
     compute = _COMPUTE_BYTES[config.precision]
     stored = 4 + _MOMENT_BYTES[config.optimizer.name]
@@ -27,9 +28,22 @@ def estimate_memory(config: Config) -> dict[str, float]:
         "weights in the compute dtype": compute * local,
         "gradients": 4 * local,
         "gradients of one microbatch": compute * blocks,
-        "saved activations": _saved_bytes(config) * config.model.num_layers,
+        "saved activations": _saved_bytes(config) * saved_layers(config),
         "working set": max(_block_bytes(config), _loss_bytes(config)),
     }
+
+
+def saved_layers(config: Config) -> int:
+    """Blocks times microbatches whose activations a device keeps at the same time."""
+    pipeline, stages = config.pipeline, config.mesh.pipeline
+    if stages == 1:
+        return config.model.num_layers
+    chunk = max(layers_per_stage(config.model, pipeline, stages))
+    microbatches, chunks = config.train.microbatches, pipeline.chunks
+    if pipeline.schedule == "gpipe":
+        return chunk * (microbatches + stages - 1)
+    # One slot more for what idle stages compute, where microbatches don't fill them.
+    return chunk * min((chunks + 1) * stages - 1, microbatches * chunks + 1)
 
 
 def padded_params(model: ModelConfig) -> int:
@@ -85,7 +99,7 @@ def _block_bytes(config: Config) -> float:
         mlp = _experts_elements(config)
     # Input and cotangent, each with a transpose, and the input gradients of query, key and value.
     attention = tokens * (7 * model.embed_dim + 2 * heads / mesh.tensor)
-    table = 4 * model.padded_vocab_size * model.embed_dim / mesh.tensor
+    table = 4 * model.padded_vocab_size * model.embed_dim / mesh.tensor / mesh.pipeline
     return compute * (max(mlp, attention) + _gathered_elements(config)) + table
 
 
@@ -116,6 +130,6 @@ def _loss_bytes(config: Config) -> float:
     model, train, mesh = config.model, config.train, config.mesh
     tokens, compute = _tokens(config), _COMPUTE_BYTES[config.precision]
     chunk = tokens / train.seq_len * min(train.loss_chunk, train.seq_len)
-    vocab = model.padded_vocab_size / mesh.tensor
+    vocab = model.padded_vocab_size / mesh.tensor / mesh.pipeline
     logits = 2 * compute * chunk * vocab
     return (4 + compute) * vocab * model.embed_dim + logits + 2 * compute * tokens * model.embed_dim
