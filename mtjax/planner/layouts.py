@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from mtjax.config import Config, PipelineConfig, validate
+from mtjax.config import Config, validate
 from mtjax.config.mesh import AXES, MeshConfig
 from mtjax.planner.memory import estimate_memory, padded_params
 from mtjax.planning.flops import count_expert_params
@@ -55,8 +55,7 @@ def candidates(config: Config, num_devices: int) -> tuple[list[Candidate], int]:
         microbatches = math.gcd(config.train.microbatches, max(rows, 1))
         train = dataclasses.replace(config.train, microbatches=microbatches)
         try:
-            pipeline = config.pipeline if mesh.pipeline > 1 else PipelineConfig()
-            other = validate(dataclasses.replace(config, mesh=mesh, train=train, pipeline=pipeline))
+            other = validate(dataclasses.replace(config, mesh=mesh, train=train))
         except ValueError:
             invalid += 1
             continue

@@ -8,6 +8,7 @@ and the loss hold while they work is counted in whole arrays of our own step.
 from mtjax.config import Config
 from mtjax.config.model import ModelConfig
 from mtjax.config.pipeline import layers_per_stage
+from mtjax.parallel.schedule import Schedule, make_schedule
 from mtjax.planning.flops import count_expert_params, count_params
 
 _COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -35,15 +36,21 @@ def estimate_memory(config: Config) -> dict[str, float]:
 
 def saved_layers(config: Config) -> int:
     """Blocks times microbatches whose activations a device keeps at the same time."""
-    pipeline, stages = config.pipeline, config.mesh.pipeline
-    if stages == 1:
+    schedule = pipeline_schedule(config)
+    if schedule is None:
         return config.model.num_layers
-    chunk = max(layers_per_stage(config.model, pipeline, stages))
-    microbatches, chunks = config.train.microbatches, pipeline.chunks
-    if pipeline.schedule == "gpipe":
-        return chunk * (microbatches + stages - 1)
-    # One slot more for what idle stages compute, where microbatches don't fill them.
-    return chunk * min((chunks + 1) * stages - 1, microbatches * chunks + 1)
+    chunk = max(layers_per_stage(config.model, config.pipeline, config.mesh.pipeline))
+    return schedule.num_slots * chunk
+
+
+def pipeline_schedule(config: Config) -> Schedule | None:
+    """The table that the stages of a pipeline follow; None without a pipeline."""
+    if config.mesh.pipeline == 1:
+        return None
+    pipeline = config.pipeline
+    return make_schedule(
+        pipeline.schedule, config.mesh.pipeline, config.train.microbatches, pipeline.chunks
+    )
 
 
 def padded_params(model: ModelConfig) -> int:

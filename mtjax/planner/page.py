@@ -5,11 +5,12 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from mtjax.planner.report import Plan
+from mtjax.planner.report import PipelinePart, Plan
 from mtjax.planner.text import GIB, to_text
 
 _COLORS = ("#2a78d6", "#5aa0e6", "#8fc1f0", "#c2410c", "#e08a4f", "#f0b78f", "#5b8c5a", "#9cbf9b")
 _INK = "#333333"
+_MAX_NUMBERED_TICKS = 48
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #333; max-width: 1000px; margin: 2em auto; }
 pre { background: #f6f6f4; padding: 1em; overflow-x: auto; font-size: 13px; }
@@ -22,6 +23,8 @@ def to_html(plan: Plan) -> str:
     pictures = [_bars("memory per device (GiB)", _memory(plan), _capacity(plan))]
     if plan.time is not None:
         pictures.append(_bars("time per step (s)", _seconds(plan), None))
+    if plan.layout.pipeline is not None:
+        pictures.append(_gantt(plan.layout.pipeline))
     title = html.escape(f"{plan.title} on {plan.target}")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -62,18 +65,44 @@ def _bars(title: str, parts: Mapping[str, float], limit: float | None) -> str:
     axes.set_yticks([])
     axes.set_ylim(-0.4, 0.5)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False, fontsize=8)
+    return _svg(figure)
+
+
+def _gantt(pipeline: PipelinePart) -> str:
+    """Which microbatch each stage runs at each tick, forward above backward, as SVG."""
+    stages, ticks = pipeline.num_stages, len(pipeline.forward)
+    figure, axes = _figure(height=0.8 + 0.35 * stages)
+    rows = ((pipeline.forward, 0.22, _COLORS[0]), (pipeline.backward, -0.22, _COLORS[3]))
+    for passes, offset, color in rows:
+        for stage in range(stages):
+            busy = [(tick, 1) for tick in range(ticks) if passes[tick][stage] >= 0]
+            place = (-stage + offset - 0.2, 0.4)
+            axes.broken_barh(busy, place, facecolor=color, edgecolor="white", linewidth=0.3)
+            if ticks <= _MAX_NUMBERED_TICKS:
+                for tick, _ in busy:
+                    spot = (tick + 0.5, -stage + offset)
+                    style = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
+                    axes.annotate(str(passes[tick][stage]), spot, **style)
+    axes.set_xlim(0, ticks)
+    axes.set_yticks([-stage for stage in range(stages)], [f"stage {s}" for s in range(stages)])
+    title = f"{pipeline.schedule}: microbatches forward (blue) and backward (orange), by tick"
+    axes.set_title(title, loc="left", color=_INK, fontsize=10)
+    return _svg(figure)
+
+
+def _svg(figure: Any) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 
 
-def _figure() -> tuple[Any, Any]:
+def _figure(height: float = 1.9) -> tuple[Any, Any]:
     # The object interface draws with Agg whatever backend the user's matplotlib would choose.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.4, 1.9), layout="constrained")
+    figure = Figure(figsize=(8.4, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for side in ("top", "right", "left"):

@@ -1,8 +1,12 @@
 """What a compiled train step does on a target, as one record to print, save and draw."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mtjax.config import Config
+from mtjax.config.pipeline import layers_per_stage
+from mtjax.planner.memory import pipeline_schedule
 from mtjax.planner.program import ParamRow, StepProgram
 from mtjax.planning.flops import count_active_params, count_params, flops_per_token
 from mtjax.planning.hlo import Collective, Gemm, ProgramSummary
@@ -22,6 +26,27 @@ _EXPANDED_RATIO = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelinePart:
+    """How layers and microbatches go through the stages."""
+
+    schedule: str
+    num_stages: int
+    num_chunks: int
+    """Chunks of consecutive layers per stage."""
+    layers: tuple[tuple[int, int], ...]
+    """First layer and number of layers of each part, in the order of the model; part i is chunk
+    i // num_stages of stage i % num_stages."""
+    bubble_ratio: float
+    """Share of the time in which a stage waits, all passes taken as equally long."""
+    num_slots: int
+    """Microbatches whose activations a stage holds at once, at most."""
+    forward: tuple[tuple[int, ...], ...]
+    """Microbatch that goes forward, by tick and stage; -1 where none does."""
+    backward: tuple[tuple[int, ...], ...]
+    """The same for the backward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayoutPart:
     """How the model lies on the mesh."""
 
@@ -29,6 +54,7 @@ class LayoutPart:
     """Axes larger than 1, outermost first."""
     num_devices: int
     microbatches: int
+    pipeline: PipelinePart | None
     params: int
     """Trainable parameters, padding left out."""
     active_params: int
@@ -181,11 +207,30 @@ def _layout(step: StepProgram) -> LayoutPart:
         mesh={axis: size for axis, size in step.program.mesh_shape.items() if size > 1},
         num_devices=step.program.num_devices,
         microbatches=step.config.train.microbatches,
+        pipeline=_pipeline(step.config),
         params=params,
         active_params=count_active_params(step.config.model),
         padding_params=sum(row.count for row in step.param_rows) - params,
         params_per_device=sum(row.per_device for row in step.param_rows),
         rows=step.param_rows,
+    )
+
+
+def _pipeline(config: Config) -> PipelinePart | None:
+    schedule = pipeline_schedule(config)
+    if schedule is None:
+        return None
+    counts = layers_per_stage(config.model, config.pipeline, config.mesh.pipeline)
+    firsts = itertools.accumulate(counts, initial=0)
+    return PipelinePart(
+        schedule=config.pipeline.schedule,
+        num_stages=schedule.num_stages,
+        num_chunks=schedule.num_chunks,
+        layers=tuple(zip(firsts, counts, strict=False)),
+        bubble_ratio=schedule.bubble_ratio,
+        num_slots=schedule.num_slots,
+        forward=tuple(map(tuple, schedule.forward.microbatch.tolist())),
+        backward=tuple(map(tuple, schedule.backward.microbatch.tolist())),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtjax.operation.progress import format_count
-from mtjax.planner.report import Plan
+from mtjax.planner.report import PipelinePart, Plan
 from mtjax.planning.flops import CONVENTION
 
 GIB = 2**30
@@ -61,14 +61,29 @@ def _layout(plan: Plan) -> str:
     layout = plan.layout
     mesh = ", ".join(f"{axis}={size}" for axis, size in layout.mesh.items()) or "one device"
     rows = [(row.names, row.axes, f"{row.count:,}", f"{row.per_device:,}") for row in layout.rows]
+    stages = "" if layout.pipeline is None else _stages(layout.pipeline)
     return (
         f"Layout: {mesh} on {layout.num_devices} devices, {layout.microbatches} microbatches\n"
         f"  {layout.params:,} parameters"
         f"{f' ({layout.active_params:,} active)' if layout.active_params != layout.params else ''}"
         f"{f' and {layout.padding_params:,} of padding' if layout.padding_params else ''}, "
         f"{layout.params_per_device:,} per device\n"
+        + stages
         + table(("logical dims", "mesh axes", "parameters", "per device"), rows)
     )
+
+
+def _stages(pipeline: PipelinePart) -> str:
+    """The layers of each stage, and what the schedule costs."""
+    lines = [
+        f"  {pipeline.schedule}: bubble {pipeline.bubble_ratio:.1%}, activations of at most "
+        f"{pipeline.num_slots} microbatches on a stage"
+    ]
+    for stage in range(pipeline.num_stages):
+        parts = pipeline.layers[stage :: pipeline.num_stages]
+        ranges = (f"{first}-{first + count - 1}" for first, count in parts if count)
+        lines.append(f"  stage {stage}: layers {', '.join(ranges)}")
+    return "\n".join(lines) + "\n"
 
 
 def _memory(plan: Plan) -> str:
