@@ -5,6 +5,7 @@ checkpoints/
     state/                  arrays (orbax, OCDBT)
     data_state/metadata     JSON
     manifest/metadata       JSON
+    manifest/sums.json      checksums of all these files
   step_00000030.orbax-...   a save that did not finish
   superseded/               checkpoints of an abandoned continuation
 """

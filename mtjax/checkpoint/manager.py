@@ -1,16 +1,19 @@
 """Saving and restoring a training state with orbax: asynchronous, atomic, onto any mesh."""
 
+import contextlib
 import logging
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from mtjax.checkpoint import directory as disk
-from mtjax.checkpoint import leaves
-from mtjax.checkpoint.manifest import CheckpointMismatch, compare
+from mtjax.checkpoint import leaves, sums
+from mtjax.checkpoint.manifest import CheckpointMismatch, check_allowed, compare
+from mtjax.checkpoint.quiet import quiet_reads
 from mtjax.config.check import RunError
 from mtjax.config.checkpoint import CheckpointConfig
 
@@ -40,6 +43,7 @@ class Checkpointer:
         self.config = config
         self.manifest = dict(manifest)
         self._manager: Any = None
+        self._last: int | None = None
         disk.check(self.directory)
         _, ignored = disk.scan(self.directory)
         disk.report_ignored(self.directory, ignored)
@@ -62,7 +66,8 @@ class Checkpointer:
     def step_to_resume(self) -> int | None:
         """The step that the config says to resume from, or None for a fresh start.
 
-        Raises ValueError when the config names a step, or demands one, that is not there.
+        Raises ValueError when the config names a step, or demands one, that is not there, or
+        allows changes of a field that does not exist.
         """
         if self.config.resume == "never":
             return None
@@ -78,12 +83,15 @@ class Checkpointer:
                 f"checkpoint.resume is 'must', but {self.directory} has no usable checkpoint: "
                 "check --run.directory, or set --checkpoint.resume auto to start from step 0"
             )
+        if not steps:
+            check_allowed(self.config.allow_changes, self.manifest)
         return wanted or (steps[-1] if steps else None)
 
-    def check_config(self, step: int) -> None:
+    def check_config(self, step: int, abstract_state: Any) -> None:
         """Raises CheckpointMismatch, naming each field, when `step` was saved with a config that
-        can't go on as this one; logs the differences that may be."""
-        kept = self._compare_manifest(self._existing(step))
+        can't go on as this one; logs the differences that may be. `abstract_state` is what would
+        be restored (see `restore`)."""
+        kept = self._compare_manifest(self._existing(step), abstract_state)
         if kept:
             log.info("step %d was saved with other settings: %s", step, "; ".join(kept))
 
@@ -100,6 +108,7 @@ class Checkpointer:
         import orbax.checkpoint as ocp
 
         manager = self._writer(step)
+        self._last = step
         manager.save(
             step,
             args=ocp.args.Composite(
@@ -123,9 +132,18 @@ class Checkpointer:
         CheckpointCorrupt when files are damaged.
         """
         step = self._existing(self.step_to_resume() if step is None else step)
-        self._compare_manifest(step)
+        self._compare_manifest(step, abstract_state)
         state = self._read(step, abstract_state, "", partial=False)
-        return state, self._json(step, disk.DATA_STATE)
+        return state, self.data_state(step)
+
+    def data_state(self, step: int, needed: Iterable[str] = ()) -> dict[str, Any]:
+        """The data state of `step`, without its arrays; CheckpointCorrupt when it is no object
+        with the keys `needed`."""
+        found = self._json(step, disk.DATA_STATE)
+        missing = [key for key in needed if key not in found]
+        if missing:
+            raise self.corrupt(step, f"{disk.DATA_STATE}: no {', '.join(missing)}")
+        return found
 
     def restore_params(
         self, abstract_params: Any, step: int | None = None, key: str = "params"
@@ -136,7 +154,7 @@ class Checkpointer:
         has to match. Raises as `restore`.
         """
         step = self._existing(self.step_to_resume() if step is None else step)
-        self._compare_manifest(step, only="config.model")
+        self._compare_manifest(step, abstract_params, key + "/", only="config.model")
         return self._read(step, abstract_params, key + "/", partial=True)
 
     def wait(self) -> None:
@@ -153,9 +171,15 @@ class Checkpointer:
     def _writer(self, step: int) -> Any:
         """The orbax manager; the first call clears the way for `step`."""
         if self._manager is None:
+            if self._last is None:
+                # What lies after the point that this run starts from is another branch.
+                self._last = self.step_to_resume()
+            first = step if self._last is None else self._last + 1
+            if self.config.resume == "never" and self._last is None:
+                first = 0
             self.directory.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
-                disk.move_aside(self.directory, step)
+                disk.move_aside(self.directory, min(first, step))
             if jax.process_count() > 1:
                 from jax.experimental import multihost_utils
 
@@ -174,46 +198,91 @@ class Checkpointer:
             )
         return step
 
-    def _compare_manifest(self, step: int, only: str = "") -> list[str]:
+    def _compare_manifest(
+        self, step: int, abstract_tree: Any, prefix: str = "", only: str = ""
+    ) -> list[str]:
         where = f"checkpoint {disk.step_path(self.directory, step)}"
         saved = self._json(step, disk.MANIFEST)
-        allow = self.config.allow_changes
-        return compare(saved, self.manifest, where=where, allow=allow, only=only)
+        if not isinstance(saved.get("config"), Mapping):
+            raise self.corrupt(step, f"{disk.MANIFEST}: no config")
 
-    def _json(self, step: int, item: str) -> Any:
+        def fits() -> bool:
+            try:
+                self._check_leaves(step, _wanted(abstract_tree, prefix), partial=bool(prefix))
+            except CheckpointMismatch:
+                return False
+            return True
+
+        allow = self.config.allow_changes
+        return compare(saved, self.manifest, where=where, allow=allow, only=only, fits=fits)
+
+    def _json(self, step: int, item: str) -> dict[str, Any]:
         try:
-            return disk.read_json(self.directory, step, item)
+            found = disk.read_json(self.directory, step, item)
         except (OSError, ValueError) as error:
-            raise self._corrupt(step, f"{item}: {error}") from error
+            raise self.corrupt(step, f"{item}: {error}") from error
+        if not isinstance(found, dict):
+            raise self.corrupt(step, f"{item}: got a {type(found).__name__}, expected an object")
+        return found
+
+    def _check_leaves(self, step: int, wanted: Mapping[str, Any], *, partial: bool) -> None:
+        path = disk.step_path(self.directory, step)
+        with self._damage_named(step):
+            saved = _stored_metadata(path / disk.STATE)
+            leaves.check_leaves(saved, wanted, f"checkpoint {path}", partial=partial)
 
     def _read(self, step: int, abstract_tree: Any, prefix: str, *, partial: bool) -> Any:
         """The arrays whose names start with `prefix`, as the pytree `abstract_tree`."""
         path = disk.step_path(self.directory, step)
-        wanted = {
-            prefix + name: leaf for name, leaf in leaves.abstract_stored(abstract_tree).items()
-        }
+        wanted = _wanted(abstract_tree, prefix)
         started_s = time.monotonic()
-        # asyncio would log each array that a damaged file makes unreadable, one page apiece, in
-        # front of the error that we raise.
-        asyncio_log = logging.getLogger("asyncio")
-        level = asyncio_log.level
-        asyncio_log.setLevel(logging.CRITICAL)
-        try:
-            saved = _stored_metadata(path / disk.STATE)
-            leaves.check_leaves(saved, wanted, f"checkpoint {path}", partial=partial)
+        self._check_leaves(step, wanted, partial=partial)
+        if self.config.verify:
+            self._verify(step)
+        with self._damage_named(step):
             stored = _read_arrays(path / disk.STATE, wanted)
-        except (CheckpointMismatch, jax.errors.JaxRuntimeError):
-            raise  # a wrong config, out of memory, a lost peer: not the fault of the files
-        # orbax and tensorstore report damaged files as anything from KeyError to bare Exception.
-        except Exception as error:
-            raise self._corrupt(step, str(error) or type(error).__name__) from error
-        finally:
-            asyncio_log.setLevel(level)
         log.info("restored step %d from %s in %.1f s", step, path, time.monotonic() - started_s)
         plain = {name.removeprefix(prefix): array for name, array in stored.items()}
         return leaves.from_stored(plain, abstract_tree)
 
-    def _corrupt(self, step: int, reason: str) -> CheckpointCorrupt:
+    def _verify(self, step: int) -> None:
+        """Compares all files with the checksums they were saved with; each process reads a share.
+
+        Raises CheckpointCorrupt on all processes when one finds damage.
+        """
+        path = disk.step_path(self.directory, step)
+        count, index = jax.process_count(), jax.process_index()
+        try:
+            expected = sums.read_sums(path / disk.MANIFEST / sums.SUMS_FILE)
+        except (OSError, ValueError) as error:
+            raise self.corrupt(step, f"{disk.MANIFEST}/{sums.SUMS_FILE}: {error}") from error
+        if expected is None:
+            log.info("%s was saved without checksums, so its files are not verified", path)
+            return
+        problem = sums.first_damage(path, expected, (index, count))
+        if count > 1:
+            from jax.experimental import multihost_utils
+
+            found = multihost_utils.process_allgather(np.int32(bool(problem)))
+            if found.any() and not problem:
+                problem = f"found by process {int(np.argmax(found))}"
+        if problem:
+            raise self.corrupt(step, problem)
+
+    @contextlib.contextmanager
+    def _damage_named(self, step: int) -> Iterator[None]:
+        """Turns what orbax and tensorstore raise for damaged files into CheckpointCorrupt."""
+        with quiet_reads():
+            try:
+                yield
+            except (CheckpointMismatch, jax.errors.JaxRuntimeError):
+                raise  # a wrong config, out of memory, a lost peer: not the fault of the files
+            # They report damage as anything from KeyError to bare Exception.
+            except Exception as error:
+                raise self.corrupt(step, str(error) or type(error).__name__) from error
+
+    def corrupt(self, step: int, reason: str) -> CheckpointCorrupt:
+        """The error for a checkpoint that is damaged, with the one to use in its place."""
         older = [other for other in self.steps() if other < step]
         advice = (
             f"The usable checkpoint before it is step {older[-1]}: resume from it with "
@@ -222,14 +291,21 @@ class Checkpointer:
             else "There is no older checkpoint: start again with --checkpoint.resume never"
         )
         path = disk.step_path(self.directory, step)
-        short = reason.split(" [tensorstore_spec", 1)[0][:500]
+        short = " ".join(reason.split(" [tensorstore_spec", 1)[0].split())[:500]
         return CheckpointCorrupt(f"checkpoint {path} is damaged ({short}). {advice}")
+
+
+def _wanted(abstract_tree: Any, prefix: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """The stored form of `abstract_tree`, each name under `prefix`."""
+    return {prefix + name: leaf for name, leaf in leaves.abstract_stored(abstract_tree).items()}
 
 
 def _open_manager(directory: pathlib.Path, config: CheckpointConfig) -> Any:
     """An orbax manager that writes to `directory` and deletes what `config` does not keep."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+    from mtjax.checkpoint.handlers import registry
 
     keep: list[Any] = [preservation_policy.LatestN(config.keep)]
     if config.keep_every_steps:
@@ -243,7 +319,9 @@ def _open_manager(directory: pathlib.Path, config: CheckpointConfig) -> Any:
         async_options=ocp.options.AsyncOptions(timeout_secs=config.timeout_s),
         cleanup_tmp_directories=True,
     )
-    return ocp.CheckpointManager(directory, options=options)
+    return ocp.CheckpointManager(
+        directory, options=options, handler_registry=registry(config.verify)
+    )
 
 
 def _stored_metadata(path: pathlib.Path) -> dict[str, Any]:

@@ -4,9 +4,10 @@ A manifest is a JSON object with the keys `config` (the run's config as nested p
 `mesh` (axis name to size) and `versions` (package name to version).
 """
 
+import difflib
 import importlib.metadata
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _PACKAGES = ("mtjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -85,14 +86,16 @@ def compare(
     where: str,
     allow: Iterable[str] = (),
     only: str = "",
+    fits: Callable[[], bool] = lambda: True,
 ) -> list[str]:
     """Differences that may stay, as lines for the log.
 
     `where` names the checkpoint, `allow` holds dotted config prefixes the user accepts, `only`
     restricts what must match to one dotted prefix. Raises CheckpointMismatch with every difference
-    that must not be.
+    that must not be; the text offers to allow them if the stored arrays `fits` this config.
+    Raises ValueError when `allow` names a field that neither config has.
     """
-    allowed = [f"config.{prefix}" for prefix in allow]
+    allowed = [f"config.{prefix}" for prefix in check_allowed(allow, saved, current)]
     fatal: list[tuple[str, str]] = []
     harmless: list[tuple[str, str]] = []
     for name, change in _changes(saved, current):
@@ -102,19 +105,45 @@ def compare(
         (harmless if free else fatal).append((shown, f"{shown}: {change}"))
     if fatal:
         names = " ".join(name for name, _ in fatal)
+        fix = "Use the checkpoint's values, start a new run with another --run.directory"
+        if fits():
+            fix += f", or accept the change with --checkpoint.allow_changes {names}"
+        else:
+            fix = fix.replace(", start", " or start") + (
+                " (arrays of other names or shapes come of it, so it can't be allowed)"
+            )
         raise CheckpointMismatch(
             f"{where} was made with another config (checkpoint -> now):\n  "
             + "\n  ".join(line for _, line in fatal)
-            + "\nUse the checkpoint's values, start a new run with another --run.directory, or "
-            f"accept the change with --checkpoint.allow_changes {names}"
+            + f"\n{fix}"
         )
     # The mesh is named twice: as asked for in the config, and as it was built.
     return list(dict.fromkeys(line for _, line in harmless))
 
 
+def check_allowed(allow: Iterable[str], *manifests: Mapping[str, Any]) -> list[str]:
+    """The prefixes of config fields in `allow`, with "_" for "-". Raises ValueError, with the
+    closest, for one that no config of `manifests` has."""
+    known: set[str] = set()
+    for manifest in manifests:
+        for name in _flatten(manifest["config"], ""):
+            parts = name.split(".")
+            known.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+    names = [name.replace("-", "_") for name in allow]
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"did you mean {close[0]}?" if close else "see --help for the fields"
+            raise ValueError(
+                f"checkpoint.allow_changes: got {name!r}, expected a field or a group of fields "
+                f"of the config; {hint}"
+            )
+    return names
+
+
 def check_steps(train_steps: int, checkpoint_step: int) -> None:
-    """Raises ValueError when a run of `train_steps` steps has nothing left to do."""
-    if train_steps <= checkpoint_step:
+    """Raises ValueError when a run of `train_steps` steps is shorter than what was trained."""
+    if train_steps < checkpoint_step:
         raise ValueError(
             f"train.steps is {train_steps}, but the checkpoint is already at step "
             f"{checkpoint_step}: there is nothing left to train. Set --train.steps above "
