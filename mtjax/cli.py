@@ -3,20 +3,28 @@
 Nothing here imports jax before the whole command line has been checked.
 """
 
+import contextlib
 import difflib
 import logging
+import math
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from mtjax import __version__
 from mtjax.config import Config, validate
-from mtjax.config.check import RunError
+from mtjax.config.check import RunError, require
 from mtjax.config.data import PrepareConfig, SplitName
 from mtjax.config.sampling import SamplingConfig
+from mtjax.operation.faults import EarlyEnd
+from mtjax.operation.folder import check_folder
+from mtjax.options import check_words, parse
 from mtjax.recipes import Origin, load_recipe, override_flags, recipe_folders, trace
 
 USAGE = """\
@@ -77,7 +85,8 @@ class ParityCommand:
     steps: int = 3
     """Optimizer steps to run on each."""
     tolerance: float | None = None
-    """Largest relative difference allowed; None takes 1e-5 for fp32 and 2e-2 for bf16 and fp16."""
+    """Largest relative difference allowed, 0 or more; None takes 1e-5 for fp32, 4e-2 for bf16 and
+    2e-2 for fp16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,17 +120,31 @@ def _evaluate(command: EvaluateCommand, origin: Origin) -> int:
 
 
 def _generate(command: GenerateCommand, origin: Origin) -> int:
+    try:
+        command.prompt.encode("utf-8")
+    except UnicodeEncodeError as error:  # bytes of the command line that are no UTF-8
+        raise ValueError(
+            f"--prompt: got {command.prompt!r}, which is not UTF-8, expected text; check the "
+            "encoding of the terminal or of the script"
+        ) from error
     from mtjax.training.commands import generate_text
 
     return generate_text(command.config, command.prompt, command.sampling)
 
 
 def _parity(command: ParityCommand, origin: Origin) -> int:
+    from mtjax.config.layout import checked_layout
     from mtjax.config.mesh import parse_layout
 
     layouts = [parse_layout(text) for text in command.meshes]
     if not layouts:
         raise ValueError('--meshes: got none, expected at least one such as "fsdp=8"; name one')
+    require(command.steps > 0, "--steps", command.steps, "at least 1", "raise it")
+    tolerance = command.tolerance
+    ok = tolerance is None or 0 <= tolerance < math.inf
+    require(ok, "--tolerance", tolerance, "a number of at least 0", "leave it out for the default")
+    for layout in layouts:
+        checked_layout(command.config, layout)
     _want_cpu_devices(max(layout.num_devices for layout in layouts))
     from mtjax.training.parity import parity
 
@@ -140,6 +163,8 @@ def _plan(command: PlanCommand, origin: Origin) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from mtjax.planner.command import plan, search
 
+    if not command.search:
+        check_folder(command.output or f"{command.config.run.directory}/plan", "--output")
     if not command.search:
         return plan(command.config, command.target, command.time_limit_s, command.output)
     words = f"python launch.py --config {origin.recipe} {override_flags(origin.fields)}".rstrip()
@@ -164,7 +189,8 @@ COMMANDS: dict[str, tuple[type, Callable[[Any, Origin], int]]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 2 for a wrong command line or config, 1 for a run
-    that can't go on."""
+    that can't go on. A stop signal before the first step ends the process with 130 (Ctrl-C) or
+    143 (SIGTERM)."""
     args = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # Library chatter; our own lines carry what a user needs.
@@ -172,6 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         return _run(args)
+    except KeyboardInterrupt:
+        print("ended by a stop signal before it was done", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (ValueError, FileNotFoundError, RunError) as error:
         if os.environ.get("MTJAX_TRACEBACK"):
             raise
@@ -180,45 +209,81 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
+    if "--version" in args:
+        print(f"mtjax {__version__}")
+        return 0
     name = "train"
     if args and not args[0].startswith("-"):
         name = args.pop(0)
     if name == "prepare":
-        from mtjax.data.prepare import main as prepare
-
-        return prepare(tyro.cli(PrepareConfig, args=args, prog="launch.py prepare"))
+        return _prepare(args)
     if name not in COMMANDS:
         known = [*COMMANDS, "prepare"]
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}?" if close else "see launch.py --help"
         raise ValueError(f"command: got {name!r}, expected one of {', '.join(known)}; {hint}")
     recipe_name, rest = _take_config(args)
+    command_type, run = COMMANDS[name]
     if recipe_name is None:
         if "--help" in args or "-h" in args or not args:
             recipes = sorted({p.stem for f in recipe_folders() for p in f.glob("[!_]*.py")})
             print(USAGE.format(recipes=", ".join(recipes)))
             return 0
+        check_words(rest, command_type)
         raise ValueError("--config: got none, expected a recipe; try --config tiny_gpt.py")
-    recipe, path = load_recipe(recipe_name)
-    command_type, run = COMMANDS[name]
-    program = f"launch.py {name} --config {recipe_name}"
-    command = tyro.cli(command_type, default=command_type(config=recipe), args=rest, prog=program)
-    validate(command.config)
-    return run(command, Origin(recipe_name, trace(recipe, path, command.config)))
+    with _ending(name):
+        recipe, path = load_recipe(recipe_name)
+        program = f"launch.py {name} --config {recipe_name}"
+        command = parse(command_type, rest, program, command_type(config=recipe))
+        validate(command.config)
+        return run(command, Origin(recipe_name, trace(recipe, path, command.config)))
+
+
+def _prepare(args: list[str]) -> int:
+    from mtjax.data.prepare import main as prepare
+
+    config = parse(PrepareConfig, args, "launch.py prepare")
+    check_folder(Path(config.output).parent, "--output")
+    with _ending("prepare"):
+        return prepare(config)
+
+
+@contextlib.contextmanager
+def _ending(command: str) -> Iterator[None]:
+    """What Ctrl-C and SIGTERM do, but in the training loop, which has its own handling."""
+    if command not in ("prepare", "plan"):
+        what = "nothing was trained, nothing new to save" if command == "train" else "not done"
+        with EarlyEnd(f"ending at once: {what}"):
+            yield
+        return
+    # They have half-written files or processes to clean up, and never are in native code for long.
+    before = signal.getsignal(signal.SIGTERM)
+    with contextlib.suppress(ValueError):  # in a thread, where nothing is to be done
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGTERM, before)
 
 
 def _take_config(args: list[str]) -> tuple[str | None, list[str]]:
     """The value of --config, and the other arguments."""
     rest: list[str] = []
-    found: str | None = None
+    found: list[str] = []
     remaining = iter(args)
     for arg in remaining:
         if arg == "--config":
-            found = next(remaining, None)
-            if found is None:
+            value = next(remaining, None)
+            if value is None:
                 raise ValueError("--config: got no value, expected a recipe; name one")
+            found.append(value)
         elif arg.startswith("--config="):
-            found = arg.removeprefix("--config=")
+            found.append(arg.removeprefix("--config="))
         else:
             rest.append(arg)
-    return found, rest
+    if len(found) > 1:
+        raise ValueError(
+            f"--config: got it twice ({' and '.join(found)}), expected one recipe; leave one out"
+        )
+    return (found[0] if found else None), rest

@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import re
 import shlex
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ class Provenance:
     """Dotted name, such as model.num_layers."""
     value: Any
     source: str
-    """"command line", or the recipe's file."""
+    """"command line", the recipe's file, or "caller" where a program made the config."""
 
 
 class Origin(NamedTuple):
@@ -85,17 +86,41 @@ def _explained(path: Path) -> Iterator[None]:
     """Turn what a wrong recipe raises into one message that names the file and the fix."""
     try:
         yield
-    except TypeError as error:
-        raise ValueError(f"{path}: {explain_keyword(error)}") from error
-    except (ValueError, AttributeError, NameError, ImportError, SyntaxError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    except (Exception, SystemExit) as error:  # a recipe is a program: it may raise anything
+        where, text = _place(path, error), " ".join(str(error).splitlines())
+        if isinstance(error, TypeError) and (unknown := explain_keyword(error)):
+            text = unknown
+        elif not (_is_ours(error) or isinstance(error, SyntaxError)):
+            text = f"{type(error).__name__}: {text}"
+        raise ValueError(f"{where}: {text}") from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether mtjax itself refused something, with a text that needs no exception's name."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = Path(__file__).resolve().parent
+    return isinstance(error, ValueError) and package in Path(frames[-1].filename).resolve().parents
+
+
+def _place(path: Path, error: BaseException) -> str:
+    """The recipe's file, and the line of it that was running last."""
+    if isinstance(error, SyntaxError):  # its text has the line, of whichever file it is
+        return str(path)
+    file = str(path.resolve())
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if str(Path(frame.filename).resolve()) == file
+    ]
+    return f"{path}, line {lines[-1]}" if lines else str(path)
 
 
 def explain_keyword(error: TypeError) -> str:
-    """A TypeError about an unknown keyword, with the closest field of that config class."""
+    """A TypeError about an unknown keyword, with the closest field of that config class; empty for
+    any other."""
     match = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     if not match:
-        return str(error)
+        return ""
     owner, name = match.groups()
     fields = _fields_by_class(Config).get(owner, [])
     close = difflib.get_close_matches(name, fields, n=1)
@@ -119,6 +144,11 @@ def trace(recipe: Config, path: Path, config: Config) -> list[Provenance]:
     overridden = {p.field for p in changed}
     by_recipe = _differences(Config(), config, str(path))
     return [p for p in by_recipe if p.field not in overridden] + changed
+
+
+def from_caller(config: Config) -> list[Provenance]:
+    """The fields of a config made by a program, without recipe or command line."""
+    return _differences(Config(), config, "caller")
 
 
 def override_flags(provenance: Sequence[Provenance]) -> str:

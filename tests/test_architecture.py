@@ -32,7 +32,8 @@ ALLOWED |= {
     "training": {*ORDER, "data", "checkpoint", "operation", "planning", "recipes", "inference",
                  "training"},
     "planner": {*ORDER, "operation", "planning", "recipes", "training", "planner"},
-    "cli": {"config", "data", "planner", "recipes", "training"},
+    "options": set(),
+    "cli": {"config", "data", "operation", "options", "planner", "recipes", "training"},
 }  # fmt: skip
 # config/__init__.py asks the attention backends what they support, lazily: the one exception.
 EXCEPTIONS = {("config/__init__.py", "layers")}

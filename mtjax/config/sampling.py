@@ -1,5 +1,7 @@
 """How text is drawn from a model."""
 
+import math
+
 from mtjax.config.check import config_class, require
 
 
@@ -16,10 +18,13 @@ class SamplingConfig:
     top_p: float = 1.0
     """Draw among the most likely tokens that together reach this probability (Holtzman 2020)."""
     seed: int = 0
-    """Seed of the draws."""
+    """Seed of the draws, from 0 to 2**32 - 1."""
 
     def __post_init__(self) -> None:
         require(self.max_tokens > 0, "max_tokens", self.max_tokens, "at least 1", "raise it")
-        require(self.temperature >= 0, "temperature", self.temperature, ">= 0", "0 is greedy")
+        ok = 0 <= self.temperature < math.inf
+        require(ok, "temperature", self.temperature, "a finite number >= 0", "0 is greedy")
         require(self.top_k >= 0, "top_k", self.top_k, ">= 0", "0 is all")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]", "1 is all")
+        # Keys are made of 32 bits: a larger seed would be cut to one of these.
+        require(0 <= self.seed < 2**32, "seed", self.seed, "0 to 2**32 - 1", "choose another")

@@ -23,20 +23,28 @@ class Block(NamedTuple):
     """The document ends here."""
 
 
-def check_path(source: str, path: str) -> Path:
-    """Refuse a file that is absent or that `source` would not read.
+def check_path(source: str, path: str, option: str = "data.paths") -> Path:
+    """Refuse a file that is absent or that `source` would not read; `option` named it.
 
     Raises:
         ValueError: Names the file, what was expected and the fix.
     """
     suffixes = SUFFIXES.get(source, ())
+    if Path(path).is_dir():
+        patterns = [f"*{suffix}" for suffix in suffixes or (".txt",)]
+        found = sum(len(list(Path(path).glob(pattern))) for pattern in patterns)
+        raise ValueError(
+            f"{path}: a folder, expected files for source {source}; name them in {option}, for "
+            f"example {Path(path) / patterns[0]} without quotes ({found} "
+            f"{' or '.join(patterns)} there)"
+        )
     if suffixes and Path(path).suffix not in suffixes:
         raise ValueError(
             f"{path}: got extension {Path(path).suffix!r}, expected {' or '.join(suffixes)} for "
             f"source {source}; rename the file or choose another source"
         )
     if not Path(path).is_file():
-        raise ValueError(f"{path}: no such file; check data.paths (source {source})")
+        raise ValueError(f"{path}: no such file; check {option} (source {source})")
     return Path(path)
 
 
@@ -91,12 +99,27 @@ def _read_lines(file: Path) -> Iterator[str]:
         raise ValueError(f"{file}: not UTF-8 ({error.reason}); convert it to UTF-8") from error
 
 
+def _is_record(line: bytes) -> bool:
+    """Whether a line that begins with [ is one row among others, and no array of objects."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return False
+    return not (row and isinstance(row[0], dict))
+
+
 def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
             where = f"{file}, line {number}"
+            # One array over the whole file, on one line or many: what json.dump writes.
+            if number == 1 and line.lstrip().startswith(b"[") and not _is_record(line):
+                raise ValueError(
+                    f"{where}: the file is a JSON array, expected one object per line; write each "
+                    f'entry on its own line, such as {{"{text_field}": ...}}'
+                )
             try:
                 row = json.loads(line)
             except ValueError as error:

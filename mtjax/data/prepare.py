@@ -2,6 +2,7 @@
 
 import multiprocessing
 import multiprocessing.pool
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -47,7 +48,7 @@ def main(config: PrepareConfig) -> int:
 
     tokenizer = _tokenizer(config.tokenizer, config.tokenizer_path, config.eod_token)
     for path in config.paths:
-        check_path(config.source, path)
+        check_path(config.source, path, "--paths")
     total_bytes = sum(Path(path).stat().st_size for path in config.paths)
     columns = (
         TextColumn("tokenising"),
@@ -99,7 +100,12 @@ def _encoded(config: PrepareConfig) -> Iterator[tuple[Block, tuple[np.ndarray, b
             yield block, _encode(_Job(*settings, block))
         return
     # spawn: the parent may hold threads (grain, rich), which fork would copy in a broken state.
-    with multiprocessing.get_context("spawn").Pool(config.workers) as pool:
+    with multiprocessing.get_context("spawn").Pool(
+        # Ctrl-C reaches the whole process group; the parent is the one that answers.
+        config.workers,
+        signal.signal,
+        (signal.SIGINT, signal.SIG_IGN),
+    ) as pool:
         # imap reads ahead without limit; a bounded window keeps memory in check.
         window: list[tuple[Block, multiprocessing.pool.AsyncResult]] = []
         for block in blocks:

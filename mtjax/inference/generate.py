@@ -56,6 +56,39 @@ def decoding_shardings(model: ModelConfig, boxes: Params, mesh: Mesh) -> Any:
         return compute_shardings(boxes, mesh)
 
 
+def check_lengths(
+    model: ModelConfig,
+    prompt: Sequence[int],
+    max_tokens: int,
+    names: tuple[str, str] = ("prompt", "max_tokens"),
+) -> None:
+    """Refuse what the model can't continue; known before there are parameters.
+
+    `names` are those of the two values where the user gives them.
+
+    Raises:
+        ValueError: the prompt is empty or holds an id beyond the vocabulary, or prompt and text
+            would outgrow a learned position table.
+    """
+    require(len(prompt) > 0, names[0], prompt, "at least one token", "give a text to continue")
+    worst = max(prompt)
+    require(
+        worst < model.vocab_size,
+        names[0],
+        worst,
+        f"ids below model.vocab_size ({model.vocab_size})",
+        "use the tokenizer that the model was trained with",
+    )
+    require(
+        model.max_positions is None or len(prompt) + max_tokens <= model.max_positions,
+        names[1],
+        max_tokens,
+        f"{len(prompt)} tokens of prompt and the text within model.max_positions "
+        f"({model.max_positions})",
+        "ask for fewer tokens",
+    )
+
+
 def generate(
     model: ModelConfig,
     params: Params,
@@ -72,21 +105,9 @@ def generate(
         ValueError: the prompt is empty or holds an id beyond the vocabulary, or the text would
             outgrow a learned position table.
     """
-    require(len(prompt) > 0, "prompt", prompt, "at least one token", "give a text to continue")
-    worst = max(prompt)
-    require(
-        worst < model.vocab_size, "prompt", worst, f"ids below model.vocab_size "
-        f"({model.vocab_size})", "use the tokenizer that the model was trained with",
-    )  # fmt: skip
+    check_lengths(model, prompt, sampling.max_tokens)
     padded = -(-len(prompt) // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
     length = max(padded, len(prompt) + sampling.max_tokens)
-    require(
-        model.max_positions is None or len(prompt) + sampling.max_tokens <= model.max_positions,
-        "max_tokens",
-        sampling.max_tokens,
-        f"prompt and text within model.max_positions ({model.max_positions})",
-        "ask for fewer tokens",
-    )
     # The backend that reads a cache; and no token may lose an expert to the padding.
     model = model.with_attention("xla").with_dispatcher("allgather")
     tokens = np.zeros((1, padded), np.int32)

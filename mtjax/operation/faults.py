@@ -20,6 +20,59 @@ EXIT_HANG = 74
 _STDERR = 2
 
 
+class EarlyEnd:
+    """Ends the process at once on SIGTERM or SIGINT, with one line, while no StopRequest is there.
+
+    Python calls a handler only when native code returns, which takes minutes while XLA compiles.
+    So a thread does it, told by the signal's wake-up file. The exit code is 128 and the number of
+    the signal, as a shell has it. Use as a context manager; without effect outside the main thread.
+    """
+
+    steps_ran = False
+    """Whether a StopRequest has been entered in this process: the loop had its own handling."""
+
+    def __init__(self, text: str) -> None:
+        """`text` says what the end means."""
+        self._text = text
+        self._previous: dict[int, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._wakeup = -1
+
+    def __enter__(self) -> "EarlyEnd":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=self._pipe[:1], daemon=True).start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # nohup and shell jobs in the background ignore SIGINT, and so do we then.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pipe is None:
+            return
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._pipe[1])  # ends the thread, which closes the other end
+        self._pipe = None
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        """Has the signal written to the wake-up file instead of killing the process."""
+
+    def _watch(self, wakeup: int) -> None:
+        while data := os.read(wakeup, 1):
+            number = data[0]
+            if signal.getsignal(number) == self._handle:
+                text = "the run had ended" if EarlyEnd.steps_ran else self._text
+                os.write(_STDERR, f"{signal.Signals(number).name}: {text}\n".encode())
+                os._exit(128 + number)
+        os.close(wakeup)
+
+
 class StopRequest:
     """Turns SIGTERM and SIGINT into a flag that the loop looks at after each step.
 
@@ -33,6 +86,7 @@ class StopRequest:
         self._pending: Any = None
 
     def __enter__(self) -> "StopRequest":
+        EarlyEnd.steps_ran = True
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)
         return self

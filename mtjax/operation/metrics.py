@@ -1,5 +1,6 @@
 """The metrics of a run: their names, and the files and services they are written to."""
 
+import importlib.util
 import json
 import logging
 import math
@@ -94,6 +95,7 @@ class MetricWriter:
         self._active = active
         if not active:
             return
+        check_writers(config)
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         _drop_steps_after(directory, resume_step)
@@ -187,16 +189,20 @@ def _drop_steps_after(directory: pathlib.Path, step: int) -> None:
     )
 
 
-def _start_wandb(
-    directory: pathlib.Path, project: str, name: str, run_config: Mapping[str, Any] | None
-) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
+def check_writers(config: MetricsConfig) -> None:
+    """Raises ValueError when a writer that the config asks for is not installed."""
+    if config.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError(
             "run.metrics.wandb is on, but the package wandb is not installed: "
             "run `pip install wandb`, or set --run.metrics.no-wandb"
-        ) from error
+        )
+
+
+def _start_wandb(
+    directory: pathlib.Path, project: str, name: str, run_config: Mapping[str, Any] | None
+) -> Any:
+    import wandb
+
     return wandb.init(
         project=project,
         name=name or None,

@@ -2,6 +2,7 @@
 
 import sys
 import time
+import unicodedata
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,6 +28,15 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes_left:02d} min"
     return f"{minutes} min {seconds_left:02d} s" if minutes else f"{total} s"
+
+
+def printable(text: str) -> str:
+    """`text` with control characters written out, such as \\x1b, but for line ends and tabs."""
+    hidden = ("Cc", "Cs", "Cn")
+    return "".join(
+        repr(char)[1:-1] if char not in "\n\t" and unicodedata.category(char) in hidden else char
+        for char in text
+    )
 
 
 def summary(metrics: Mapping[str, Any]) -> str:

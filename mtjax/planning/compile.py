@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mtjax.planning.hlo import ProgramSummary, summarize
 from mtjax.planning.targets import Target, parse_target, target_config_text
 
-INSTALL = "pip install 'mtjax[gpu]'"
+INSTALL = "pip install -e '.[gpu]'"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,9 @@ from mtjax.config.check import require
 from mtjax.config.data import SplitName
 from mtjax.config.sampling import SamplingConfig
 from mtjax.data.tokenizers import make_tokenizer
-from mtjax.inference.generate import decoding_shardings, generate
+from mtjax.inference.generate import check_lengths, decoding_shardings, generate
 from mtjax.operation.distributed import ending_together, initialize, is_main_process
+from mtjax.operation.progress import printable
 from mtjax.parallel.stack import Params
 from mtjax.sharding import compute_dtypes
 from mtjax.training.evaluate import Evaluator
@@ -27,7 +28,7 @@ def evaluate(config: Config, split: SplitName) -> int:
     """Print the metrics of a checkpoint on a split; returns the exit code."""
     initialize(config.run.distributed)
     with ending_together():
-        checkpointer, step = _open(config)
+        checkpointer, step = _open(config, "evaluate")
         resolved, mesh = prepare_mesh(config)
         setup = make_setup(resolved, mesh)
         params = checkpointer.restore_params(setup.abstract.params, step)
@@ -46,25 +47,44 @@ def generate_text(config: Config, prompt: str, sampling: SamplingConfig) -> int:
     require(bool(prompt), "--prompt", prompt, "a text to continue", "give one")
     data = config.data
     tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path, data.eod_token)
+    check_lengths(
+        config.model, tokenizer.encode(prompt), sampling.max_tokens, ("--prompt", "--max-tokens")
+    )
     with ending_together():
-        checkpointer, step = _open(config)
+        checkpointer, step = _open(config, "generate")
         resolved, mesh = prepare_mesh(config)
         params = _compute_params(resolved, mesh, checkpointer, step)
         ids = generate(
             resolved.model, params, mesh, tokenizer.encode(prompt), sampling, tokenizer.eod
         )
         if is_main_process():
-            print(prompt + tokenizer.decode(ids))
+            print(printable(prompt + tokenizer.decode(ids)))
     return 0
 
 
-def _open(config: Config) -> tuple[Checkpointer, int]:
+def _open(config: Config, command: str) -> tuple[Checkpointer, int]:
     """The checkpoints of the run, and the step to read.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
+        ValueError: the config says not to read one, or the run's folder is a file.
     """
-    directory = Path(config.run.directory) / "checkpoints"
+    require(
+        config.checkpoint.resume != "never",
+        "checkpoint.resume",
+        "never",
+        f"auto or must, since {command} reads a checkpoint",
+        "leave it out; it is for training",
+    )
+    run = Path(config.run.directory)
+    require(
+        not run.exists() or run.is_dir(),
+        "run.directory",
+        config.run.directory,
+        "the folder of a run, which is no file",
+        "choose another path",
+    )
+    directory = run / "checkpoints"
     manifest = build_manifest(dataclasses.asdict(config), config.mesh.sizes)
     checkpointer = Checkpointer(directory, config.checkpoint, manifest)
     step = checkpointer.step_to_resume()

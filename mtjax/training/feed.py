@@ -6,11 +6,24 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mtjax.config import Config
+from mtjax.config import Config, TrainConfig
 from mtjax.config.data import SplitName
 from mtjax.data.batch import Batch
 from mtjax.data.loader import Loader, make_loader
 from mtjax.training.step import StepInput, abstract_batch
+
+
+def samples_until(train: TrainConfig, steps: int) -> int:
+    """Sequences in the batches of the first `steps` steps."""
+    ramp = train.batch_ramp
+    if not ramp.start:
+        return steps * train.batch_size
+    within = min(steps, ramp.steps)
+    total = (steps - within) * train.batch_size + within * ramp.start
+    # Increase k of n comes with step ceil(k ramp.steps / n) and holds for the rest of the ramp.
+    levels = (train.batch_size - ramp.start) // ramp.increment + 1
+    firsts = (-(-k * ramp.steps // levels) for k in range(1, levels))
+    return total + ramp.increment * sum(max(within - first, 0) for first in firsts)
 
 
 class Feed:
@@ -48,6 +61,13 @@ class Feed:
         if self._abstract.segments is None:
             fields["segments"] = None
         return jax.tree.map(self._place, self._abstract, StepInput(**fields)), batch
+
+    def at_end(self) -> bool:
+        """Whether no batch is left; the stream stays where it is."""
+        state = self.loader.get_state()
+        ended = next(self.loader, None) is None
+        self.loader.set_state(state)
+        return ended
 
     def _place(self, abstract: Any, local: np.ndarray) -> jax.Array:
         """One field as a global array."""

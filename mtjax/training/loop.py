@@ -16,32 +16,27 @@ from jax.sharding import Mesh
 from mtjax.checkpoint.manager import Checkpointer
 from mtjax.checkpoint.manifest import build_manifest, check_steps
 from mtjax.config import Config, resolve_backends, validate
-from mtjax.config.sampling import SamplingConfig
 from mtjax.data.batch import Batch
-from mtjax.data.tokenizers import make_tokenizer
-from mtjax.inference.generate import decoding_shardings, generate
 from mtjax.operation.distributed import BeatBoard, ending_together, initialize, is_main_process
 from mtjax.operation.divergence import SpikeGuard, describe_batch
 from mtjax.operation.faults import StopRequest, Watchdog
-from mtjax.operation.metrics import MetricWriter
+from mtjax.operation.folder import FolderLock, check_folder
+from mtjax.operation.metrics import MetricWriter, check_writers
 from mtjax.operation.plot import plot_loss
 from mtjax.operation.progress import Progress, format_count
 from mtjax.planning.flops import CONVENTION, count_params, flops_per_token
 from mtjax.planning.targets import peak_flops
-from mtjax.recipes import Provenance, describe
+from mtjax.recipes import Provenance, describe, from_caller
 from mtjax.sharding import make_mesh
 from mtjax.training.evaluate import Evaluator, has_held_out
-from mtjax.training.feed import Feed
+from mtjax.training.feed import Feed, samples_until
+from mtjax.training.sample import check_sample, draw_sample
 from mtjax.training.state import Setup, TrainState, create_state, make_setup
-from mtjax.training.step import (
-    COMPUTE_DTYPES,
-    Limits,
-    Metrics,
-    gather_params,
-    jit_train_step,
-)
+from mtjax.training.step import COMPUTE_DTYPES, Limits, Metrics, jit_train_step
 
 log = logging.getLogger(__name__)
+
+MORE_DATA = "raise data.epochs or set it to None"
 
 
 class CompiledStep(NamedTuple):
@@ -87,10 +82,16 @@ def prepare_mesh(config: Config) -> tuple[Config, Mesh]:
     return resolve_backends(config, mesh.devices.flat[0].platform), mesh
 
 
-def train(config: Config, provenance: Sequence[Provenance] = ()) -> int:
-    """Run the training that `config` describes; returns the process's exit code."""
+def train(config: Config, provenance: Sequence[Provenance] | None = None) -> int:
+    """Run the training that `config` describes; returns the process's exit code.
+
+    `provenance` says where the values that are no defaults came from; None: from the caller.
+    """
+    check_folder(config.run.directory, "run.directory")
+    check_writers(config.run.metrics)
+    check_sample(config)
     initialize(config.run.distributed)
-    with ending_together():
+    with ending_together(), FolderLock(config.run.directory, active=is_main_process()):
         Trainer(config, provenance).run()
     return 0
 
@@ -98,7 +99,7 @@ def train(config: Config, provenance: Sequence[Provenance] = ()) -> int:
 class Trainer:
     """One run: its parts, built in order, and the loop over steps."""
 
-    def __init__(self, config: Config, provenance: Sequence[Provenance] = ()) -> None:
+    def __init__(self, config: Config, provenance: Sequence[Provenance] | None = None) -> None:
         # Manifest and saved config hold what was asked for; the rest of the run what it became.
         asked = config
         self.config, self.mesh = prepare_mesh(config)
@@ -109,22 +110,44 @@ class Trainer:
             self.directory / "checkpoints", config.checkpoint, manifest
         )
         self.start_step = self.checkpointer.step_to_resume()
+        self.setup = make_setup(self.config, self.mesh)
         if self.start_step is not None:
             check_steps(config.train.steps, self.start_step)
-            pass
-        self.setup = make_setup(self.config, self.mesh)
-        samples = sum(config.train.batch_size_at(step) for step in range(config.train.steps))
+            self.checkpointer.check_config(self.start_step, self.setup.abstract)
+        samples = samples_until(config.train, config.train.steps)
         self.feed = Feed(self.config, self.mesh, "train", samples)
         self.guard = SpikeGuard(config.run.faults)
+        self.finished = "" if self.start_step is None else self._take_up(self.start_step)
+        if self.finished:
+            return
         self.saved_step = self.start_step
         self.evaluator: Evaluator | None = None
         if has_held_out(config):
             self.evaluator = Evaluator(self.config, self.mesh, self.setup)
-        self._save_config(provenance)
+        self._save_config(from_caller(config) if provenance is None else provenance)
         self.step_flops = flops_per_token(config.model, config.train.seq_len)
+
+    def _take_up(self, step: int) -> str:
+        """Put data and guard where the checkpoint left them; says why nothing is left to do."""
+        saved = self.checkpointer.data_state(step, ("loader", "guard"))
+        try:
+            self.feed.loader.set_state(saved["loader"])
+            self.guard.load(saved["guard"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self.checkpointer.corrupt(step, f"data_state: {error!r}") from error
+        steps = self.config.train.steps
+        if step == steps:
+            return f"all {steps} steps are trained. For more, raise --train.steps"
+        if self.feed.at_end():
+            return f"the training data ended after step {step} of {steps}. For more, {MORE_DATA}"
+        return ""
 
     def run(self) -> None:
         """Train to the last step, a stop signal, the end of the data, or an error."""
+        if self.finished:
+            if self.main:
+                print(f"run folder {self.directory} is finished: {self.finished}", flush=True)
+            return
         faults = self.config.run.faults
         self.watchdog = Watchdog(
             faults.watchdog_timeout_s,
@@ -202,7 +225,7 @@ class Trainer:
         except StopIteration:
             self.progress.message(
                 f"the training data is exhausted after step {step} of {self.config.train.steps}; "
-                "ending here. For more, raise data.epochs or set it to None."
+                f"ending here. For more, {MORE_DATA}."
             )
             return None
         finally:
@@ -247,9 +270,7 @@ class Trainer:
     def _initial_state(self) -> TrainState:
         if self.start_step is None:
             return create_state(self.config, self.mesh, self.setup)
-        state, data_state = self.checkpointer.restore(self.setup.abstract, self.start_step)
-        self.feed.loader.set_state(data_state["loader"])
-        self.guard.load(data_state["guard"])
+        state, _ = self.checkpointer.restore(self.setup.abstract, self.start_step)
         return state
 
     def _finish(self, state: TrainState, stop: StopRequest) -> None:
@@ -261,7 +282,8 @@ class Trainer:
             self._evaluate(step, state)
             if train.sample_tokens:
                 with self.watchdog.phase("sample", self.config.run.faults.watchdog_startup_s):
-                    self._sample(state)
+                    text = draw_sample(self.config, self.mesh, self.setup, state.params)
+                    self.progress.message(f"sample: {text}")
             if self.main and self.config.run.metrics.plot:
                 picture = plot_loss(self.directory, self.config.run.title)
                 self.progress.message(f"loss curve: {picture}")
@@ -273,20 +295,6 @@ class Trainer:
                 "The same command resumes."
             )
         self.progress.message(f"run folder: {self.directory}")
-
-    def _sample(self, state: TrainState) -> None:
-        train, data = self.config.train, self.config.data
-        tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path, data.eod_token)
-        shardings = decoding_shardings(self.config.model, self.setup.boxes, self.mesh)
-        gather = jax.jit(
-            lambda p: gather_params(self.config, self.setup, self.mesh, p), out_shardings=shardings
-        )
-        with jax.set_mesh(self.mesh):
-            params = gather(state.params)
-        sampling = SamplingConfig(max_tokens=train.sample_tokens, seed=train.seed)
-        prompt = tokenizer.encode(train.sample_prompt)
-        ids = generate(self.config.model, params, self.mesh, prompt, sampling, tokenizer.eod)
-        self.progress.message("sample: " + train.sample_prompt + tokenizer.decode(ids))
 
     def _save_config(self, provenance: Sequence[Provenance]) -> None:
         """The final config and where each value came from: printed, and saved with the run."""

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from mtjax.config import Config, PipelineConfig, on_layout, resolve_backends, validate
+from mtjax.config import Config, PipelineConfig, resolve_backends, validate
+from mtjax.config.layout import checked_layout
 from mtjax.config.mesh import Layout, MeshConfig
 from mtjax.sharding import make_mesh
 from mtjax.training.feed import Feed
@@ -42,14 +44,8 @@ def run_layout(config: Config, num_devices: int, steps: int) -> LayoutRun:
     Raises:
         ValueError: the config doesn't fit the mesh, or there are too few devices.
     """
-    devices = jax.devices()
-    if len(devices) < num_devices:
-        raise ValueError(
-            f"mesh: got {num_devices} devices, expected at most the {len(devices)} present; on CPU "
-            f"set XLA_FLAGS=--xla_force_host_platform_device_count={num_devices}"
-        )
-    mesh = make_mesh(config.mesh, devices[:num_devices])
-    config = resolve_backends(validate(config), devices[0].platform)
+    mesh = _mesh(config, num_devices)
+    config = resolve_backends(validate(config), mesh.devices.flat[0].platform)
     setup = make_setup(config, mesh)
     state = create_state(config, mesh, setup)
     params = jax.device_get(state.params)
@@ -63,7 +59,13 @@ def run_layout(config: Config, num_devices: int, steps: int) -> LayoutRun:
 
     losses, norms, gradients = [], [], None
     for step in range(steps):
-        batch, _ = feed.next()
+        try:
+            batch, _ = feed.next()
+        except StopIteration as error:
+            raise ValueError(
+                f"--steps: got {steps}, expected at most the {step} that the data has batches "
+                "for; lower it, or set data.epochs to None"
+            ) from error
         if step == 0:
             with jax.set_mesh(mesh):
                 gradients = jax.device_get(jax.jit(first_gradients)(state.params, batch))
@@ -71,6 +73,17 @@ def run_layout(config: Config, num_devices: int, steps: int) -> LayoutRun:
         losses.append(float(metrics["train/loss"]))
         norms.append(float(metrics["train/grad_norm"]))
     return LayoutRun(params, gradients, losses, norms)
+
+
+def _mesh(config: Config, num_devices: int) -> Mesh:
+    """The mesh over the first devices. Raises ValueError when there are too few."""
+    devices = jax.devices()
+    if len(devices) < num_devices:
+        raise ValueError(
+            f"mesh: got {num_devices} devices, expected at most the {len(devices)} present; on CPU "
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={num_devices}"
+        )
+    return make_mesh(config.mesh, devices[:num_devices])
 
 
 class Difference(NamedTuple):
@@ -117,16 +130,20 @@ def parity(config: Config, layouts: Sequence[Layout], steps: int, tolerance: flo
     """Print a table of differences to one device; returns 1 if one is above the tolerance."""
     limit = TOLERANCES[config.precision] if tolerance is None else tolerance
     base = dataclasses.replace(config, mesh=MeshConfig(), pipeline=PipelineConfig())
+    others = [checked_layout(config, layout) for layout in layouts]
+    # What is wrong with a layout is said before the reference takes its time.
+    for other, layout in zip(others, layouts, strict=True):
+        make_setup(other, _mesh(other, layout.num_devices))
     reference = run_layout(base, 1, steps)
     print(f"one device: losses {' '.join(f'{x:.6f}' for x in reference.losses)}")
     print(f"relative differences, at most {limit:g} allowed:")
     width = max(len(layout.text) for layout in layouts)
     print(f"{'layout':<{width}}  weights    loss      grad norm  gradients  verdict")
     failed = 0
-    for layout in layouts:
+    for other, layout in zip(others, layouts, strict=True):
         found = compare(
             reference,
-            run_layout(on_layout(config, layout), layout.num_devices, steps),
+            run_layout(other, layout.num_devices, steps),
             _ZERO_RATIO[config.precision],
         )
         ok = found.params_equal and max(found.loss, found.grad_norm, found.gradient) <= limit
