@@ -1,7 +1,5 @@
 """How text is drawn from a model."""
 
-import math
-
 from mtjax.config.check import config_class, require
 
 
@@ -22,8 +20,7 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         require(self.max_tokens > 0, "max_tokens", self.max_tokens, "at least 1", "raise it")
-        ok = 0 <= self.temperature < math.inf
-        require(ok, "temperature", self.temperature, "a finite number >= 0", "0 is greedy")
+        require(self.temperature >= 0, "temperature", self.temperature, ">= 0", "0 is greedy")
         require(self.top_k >= 0, "top_k", self.top_k, ">= 0", "0 is all")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]", "1 is all")
         # Keys are made of 32 bits: a larger seed would be cut to one of these.

@@ -83,18 +83,22 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_name = ""
         self._previous: dict[int, Any] = {}
+        self._wakeup = -1
         self._pending: Any = None
 
     def __enter__(self) -> "StopRequest":
         EarlyEnd.steps_ran = True
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)
+        # Nor may the thread of an EarlyEnd learn of a signal and act on it when this has ended.
+        self._wakeup = signal.set_wakeup_fd(-1)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
+        signal.set_wakeup_fd(self._wakeup)
 
     @property
     def requested(self) -> bool:

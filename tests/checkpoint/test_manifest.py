@@ -69,11 +69,42 @@ def test_what_no_line_of_the_table_names_must_match(name, expected):
     assert must_match(name) is expected
 
 
-@pytest.mark.parametrize("steps", [50, 100])
-def test_nothing_left_to_train_is_said_with_both_numbers(steps):
-    with pytest.raises(ValueError, match=rf"train.steps is {steps}.*at step 100.*above 100"):
-        check_steps(steps, 100)
-    check_steps(101, 100)
+def test_fewer_steps_than_were_trained_are_refused_with_both_numbers():
+    with pytest.raises(ValueError, match=r"train.steps is 99.*at step 100.*above 100"):
+        check_steps(99, 100)
+    check_steps(100, 100)
+
+
+@pytest.mark.parametrize("name", ["optimizer.learning-rate", "optimizer.learning_rate"])
+def test_an_allowed_field_may_be_spelt_with_dashes(name):
+    current = changed(optimizer={"learning_rate": 0.2})
+    assert compare(changed(), current, where="it", allow=[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("optimizer.learning_rat", "did you mean optimizer.learning_rate?"),
+        ("optimiser", "did you mean optimizer?"),
+        ("xyz", "see --help"),
+    ],
+)
+def test_allowing_a_field_that_does_not_exist_names_the_closest(name, hint):
+    with pytest.raises(ValueError, match=r"checkpoint\.allow_changes") as error:
+        compare(changed(), changed(), where="it", allow=[name])
+    assert repr(name) in str(error.value) and hint in str(error.value)
+
+
+def test_a_field_that_only_the_checkpoint_has_can_be_allowed():
+    lines = compare(changed(model={"old": 1}), changed(), where="it", allow=["model.old"])
+    assert lines == ["model.old: 1 -> absent"]
+
+
+def test_a_change_of_the_arrays_is_not_offered_to_be_allowed():
+    with pytest.raises(CheckpointMismatch) as error:
+        compare(changed(), changed(model={"embed_dim": 32}), where="it", fits=lambda: False)
+    assert "model.embed_dim: 64 -> 32" in str(error.value)
+    assert "--checkpoint.allow_changes" not in str(error.value)
 
 
 def test_a_value_that_json_cannot_hold_is_refused():

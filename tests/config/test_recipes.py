@@ -110,6 +110,37 @@ def test_a_wrong_recipe_fails_with_its_file_and_the_fix(tmp_path, body, message)
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("{}['x']", "line 2: KeyError: 'x'"),
+        ("1 / 0", "line 2: ZeroDivisionError: division by zero"),
+        ("int('x')", "line 2: ValueError: invalid literal"),
+        ("open('/absent')", "line 2: FileNotFoundError: [Errno 2] No such file"),
+        ("1 + 'a'", "line 2: TypeError: unsupported operand"),
+        ("exit(3)", "line 2: SystemExit: 3"),
+        ("__import__('absent_module')", "line 2: ModuleNotFoundError: No module named"),
+        (")", "line 2)"),
+    ],
+)
+@pytest.mark.parametrize("place", ["return ", "global x; x = "])
+def test_whatever_a_recipe_raises_is_one_line_with_file_line_and_exception(
+    tmp_path, body, message, place
+):
+    path = tmp_path / "raises.py"
+    path.write_text(f"def get_config():\n    {place}{body}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"raises\.py") as caught:
+        load_recipe(str(path))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_error_while_a_recipe_is_imported_names_its_line(tmp_path):
+    path = tmp_path / "early.py"
+    path.write_text("\n\nx = {}['a']\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"early\.py, line 3: KeyError: 'a'"):
+        load_recipe(str(path))
+
+
 def test_a_recipe_without_get_config_says_so(tmp_path):
     path = tmp_path / "empty.py"
     path.write_text("x = 1\n", encoding="utf-8")

@@ -31,6 +31,25 @@ def test_a_missing_file_is_named(tmp_path, source, name):
     refused(f"{name}: no such file; check data.paths", data)
 
 
+@pytest.mark.parametrize(
+    ("source", "name"), [("text", "a.txt"), ("jsonl", "a.jsonl"), ("parquet", "a.parquet")]
+)
+def test_a_folder_in_place_of_a_file_says_what_to_name(tmp_path, source, name):
+    (tmp_path / name).write_text("")
+    data = DataConfig(source=source, paths=(str(tmp_path),))
+    refused(
+        rf"{tmp_path}: a folder, expected files .* in data\.paths, .*/\*.{name[2:]} .*\(1 ", data
+    )
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_in_place_of_lines_is_named(tmp_path, indent):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=indent))
+    data = DataConfig(source="jsonl", paths=(str(path),))
+    refused(r"a.json, line 1: the file is a JSON array, expected one object per line", data)
+
+
 def test_a_missing_half_of_an_indexed_pair_is_named(tmp_path):
     prefix = write_documents(tmp_path / "a", number_tokens([9]))
     Path(f"{prefix}.bin").unlink()

@@ -1,8 +1,10 @@
 """The `prepare` command: from text files to a .bin/.idx pair."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow
@@ -14,6 +16,8 @@ from mtjax.data import documents
 from mtjax.data.indexed import IndexedDataset
 from mtjax.data.prepare import main
 from mtjax.data.tokenizers import make_tokenizer
+
+ROOT = Path(__file__).parents[2]
 
 TEXTS = ["First one.\n", "caf\u00e9 \u2028 and a\x0cform feed", "", "the third\r\nof the three\n\n"]
 KEPT = [text for text in TEXTS if text]
@@ -153,3 +157,38 @@ def test_the_command_line_shows_progress_and_reports_documents_and_tokens(tmp_pa
     assert "2 documents, 7 tokens" in done.stdout
     assert "100% of input" in done.stdout + done.stderr
     assert read(str(tmp_path / "out")) == [[97, 98, 256], [99, 100, 101, 256]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--paths", "absent.jsonl"], "absent.jsonl: no such file; check --paths (source jsonl)"),
+        (["--paths", "docs"], "docs: a folder, expected files for source jsonl; name them in --p"),
+        (["--paths", "a.jsonl", "--tokenizer-path", "x"], " tokenizer_path: got 'x', expected empty"),
+    ],
+)
+def test_what_the_command_line_refuses_is_named_as_it_was_typed(tmp_path, arguments, message):
+    command = [sys.executable, "launch.py", "prepare", *arguments]
+    command += ["--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.replace("\u2502", " ").split())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stop_signal_leaves_no_half_written_file_and_one_line(tmp_path, number, workers):
+    path = write_jsonl(tmp_path / "a.jsonl", ["ab" * 5000] * 20000)
+    command = [sys.executable, "launch.py", "prepare", "--paths", path]
+    command += ["--output", str(tmp_path / "out"), "--workers", str(workers)]
+    child = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    deadline_s = time.monotonic() + 60
+    while not (tmp_path / "out.partial.bin").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    child.send_signal(number)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert err == "ended by a stop signal before it was done\n"
+    assert outputs(tmp_path) == []

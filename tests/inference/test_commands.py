@@ -66,3 +66,36 @@ def test_another_model_than_the_checkpoint_s_is_named(tmp_path, launch):
     code, _, err = launch("evaluate", model__ffn_dim=96)
     assert code == 2
     assert "model.ffn_dim: 64 -> 96" in err
+    assert "allow_changes" not in err
+
+
+def test_a_change_of_the_model_that_keeps_its_arrays_is_offered_to_be_allowed(tmp_path, launch):
+    run(tiny(tmp_path, train__steps=1))
+    code, _, err = launch("evaluate", model__dropout=0.0)
+    assert code == 2
+    assert "--checkpoint.allow_changes model.dropout" in err
+    assert (
+        launch("evaluate", "--checkpoint.allow-changes", "model.dropout", model__dropout=0)[0] == 0
+    )
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
+def test_starting_afresh_is_refused_where_a_checkpoint_is_read(launch, command):
+    arguments = ("--prompt", "It") if command == "generate" else ()
+    code, _, err = launch(command, "--checkpoint.resume", "never", *arguments)
+    assert code == 2
+    assert f"checkpoint.resume: got 'never', expected auto or must, since {command} reads" in err
+
+
+def test_a_file_in_place_of_the_run_s_folder_is_named(tmp_path, launch):
+    (tmp_path / "file").write_text("")
+    code, _, err = launch("evaluate", "--run.directory", str(tmp_path / "file"))
+    assert code == 2
+    assert "run.directory: got" in err and "is no file" in err
+
+
+def test_a_text_beyond_the_position_table_is_refused_before_a_checkpoint_is_looked_for(launch):
+    learned = {"model__position": "learned", "model__max_positions": 20}
+    code, _, err = launch("generate", "--prompt", "It is ", "--max-tokens", "15", **learned)
+    assert code == 2
+    assert "--max-tokens: got 15, expected 6 tokens of prompt and the text within" in err

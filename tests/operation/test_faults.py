@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mtjax.operation.faults import EXIT_HANG, StopRequest, agree
+from mtjax.operation.faults import EXIT_HANG, EarlyEnd, StopRequest, agree
 
 CHILD = pathlib.Path(__file__).parent / "children" / "one_process.py"
 
@@ -28,8 +28,38 @@ def test_a_stop_signal_ends_the_loop_after_its_step(tmp_path, number):
     child.send_signal(number)
     out, err = child.communicate(timeout=20)
     assert child.returncode == 0
-    assert out.splitlines()[-1].endswith(f"after {number.name}")
+    assert out.splitlines()[-2].endswith(f"after {number.name}")
     assert f"{number.name}: stopping after this step" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_in_native_code_before_the_loop_ends_at_once_with_one_line(tmp_path, number):
+    child = start("native", tmp_path)
+    assert child.stdout.readline() == "compiling\n"
+    child.send_signal(number)
+    out, err = child.communicate(timeout=20)
+    assert child.returncode == 128 + number
+    assert (out, err) == ("", f"{number.name}: nothing was trained\n")
+
+
+def test_a_stop_signal_after_the_loop_does_not_say_that_nothing_was_trained(tmp_path):
+    child = start("ended", tmp_path)
+    assert child.stdout.readline() == "step 1\n"
+    child.send_signal(signal.SIGTERM)
+    while child.stdout.readline() != "left the loop\n":
+        pass
+    child.send_signal(signal.SIGTERM)
+    _, err = child.communicate(timeout=20)
+    assert child.returncode == 143
+    assert err.endswith("SIGTERM: the run had ended\n")
+
+
+def test_handlers_and_wake_up_file_are_as_before_an_early_end_that_was_not_needed():
+    before = signal.getsignal(signal.SIGTERM)
+    with EarlyEnd("nothing"):
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_a_second_ctrl_c_exits_at_once(tmp_path):

@@ -4,7 +4,13 @@ import io
 
 import pytest
 
-from mtjax.operation.progress import Progress, format_count, format_duration, summary
+from mtjax.operation.progress import (
+    Progress,
+    format_count,
+    format_duration,
+    printable,
+    summary,
+)
 
 METRICS = {"train/loss": 2.5, "perf/tokens_per_s": 12345.0, "perf/mfu": 0.412}
 
@@ -63,3 +69,9 @@ def test_durations_are_for_people(seconds, text):
 
 def test_counts_have_decimal_prefixes():
     assert [format_count(value) for value in (950, 12345, 4.56e6)] == ["950", "12.3k", "4.56M"]
+
+
+def test_control_characters_are_written_out_and_text_stays():
+    text = "caf\u00e9 \u4e2d\n\ta\\b \ufffd"
+    assert printable(text) == text
+    assert printable("\x1b[2J\x00\r\x7f\u0085") == r"\x1b[2J\x00\r\x7f\x85"

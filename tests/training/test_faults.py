@@ -109,6 +109,19 @@ def test_sigterm_saves_and_the_same_command_ends_as_if_nothing_had_been(
     assert_same(run(tiny(tmp_path / "stopped", **REST)), straight)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_before_the_first_step_says_that_nothing_was_trained(
+    tmp_path, compilation_cache, number
+):
+    child = Launched(tmp_path, compilation_cache)
+    child.wait_for(tmp_path / "run.lock")
+    child.send(number)
+    code, out, err = child.end()
+    assert code == 128 + number
+    assert err.splitlines()[-1].startswith(f"{number.name}: ending at once: nothing was trained")
+    assert "Traceback" not in err and "step " not in out
+
+
 def test_kill_9_among_saves_leaves_a_usable_checkpoint_and_the_same_end(
     tmp_path, compilation_cache
 ):
@@ -147,8 +160,11 @@ def test_exhausted_data_ends_the_run_with_a_save_and_an_evaluation(
     assert finished.step == 3
     assert "data is exhausted after step 3 of 50" in capsys.readouterr().out
     assert finished.metrics[-1]["step"] == 3 and "eval/loss" in finished.metrics[-1]
+    records = (tmp_path / "metrics.jsonl").read_bytes()
     again = run(tiny(tmp_path, **changes))
     assert again.step == 3
+    assert "is finished: the training data ended after step 3 of 50" in capsys.readouterr().out
+    assert (tmp_path / "metrics.jsonl").read_bytes() == records
     assert not (tmp_path / "checkpoints" / "superseded").exists()
 
 

@@ -143,7 +143,7 @@ def test_a_hung_peer_ends_the_command_with_stacks_and_its_number(tmp_path, start
 
 def test_a_config_error_on_every_process_ends_each_with_its_text(tmp_path, launch_two):
     run(tiny(tmp_path, train__steps=2))
-    ends = launch_two(tmp_path, mesh__data=2, train__steps=2)
+    ends = launch_two(tmp_path, mesh__data=2, train__steps=1)
     assert all(code in (EXIT_PEER, EXIT_HANG) or code < 0 for code, _, _ in ends)
-    assert any("train.steps is 2, but the checkpoint is already at step 2" in e[2] for e in ends)
+    assert any("train.steps is 1, but the checkpoint is already at step 2" in e[2] for e in ends)
     assert Trainer(tiny(tmp_path, train__steps=3)).checkpointer.latest_step() == 2

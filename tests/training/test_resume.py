@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.checkpoint.manager import CheckpointCorrupt
 from mtjax.checkpoint.manifest import CheckpointMismatch
 from mtjax.config.mesh import MeshConfig
 from mtjax.sharding import make_mesh
@@ -150,11 +151,69 @@ def test_an_allowed_change_goes_on(tmp_path):
     assert run(tiny(tmp_path, train__steps=2, **changes)).step == 2
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_no_step_left_says_both_numbers(tmp_path, steps):
+def test_fewer_steps_than_the_checkpoint_has_are_refused_with_both_numbers(tmp_path):
     run(tiny(tmp_path, train__steps=2))
-    with pytest.raises(ValueError, match=rf"train\.steps is {steps}, but the checkpoint .* step 2"):
-        Trainer(tiny(tmp_path, train__steps=steps))
+    with pytest.raises(ValueError, match=r"train\.steps is 1, but the checkpoint .* step 2"):
+        Trainer(tiny(tmp_path, train__steps=1))
+
+
+def test_a_finished_run_says_so_and_touches_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "initialize", lambda _: None)
+    config = tiny(tmp_path, train__steps=2)
+    assert loop.train(config) == 0
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.setattr(loop, "compile_step", None)
+    capsys.readouterr()
+    assert loop.train(config) == 0
+    assert "is finished: all 2 steps are trained. For more, raise" in capsys.readouterr().out
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    del before[tmp_path / "run.lock"], after[tmp_path / "run.lock"]
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "left", "aside"),
+    [
+        ({"checkpoint__restore_step": 2}, [2, 3], ["4", "6"]),
+        ({"checkpoint__resume": "never"}, [3], ["2", "4", "6"]),
+    ],
+)
+def test_checkpoints_of_the_branch_that_was_left_are_moved_aside_at_the_first_save(
+    tmp_path, changes, left, aside
+):
+    run(tiny(tmp_path, checkpoint__every_steps=2))
+    run(tiny(tmp_path, train__steps=3, **changes))
+    assert Trainer(tiny(tmp_path, train__steps=3)).checkpointer.steps() == left
+    names = sorted(p.name[:13] for p in (tmp_path / "checkpoints" / "superseded").iterdir())
+    assert names == [f"step_0000000{step}" for step in aside]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "reason"),
+    [
+        ("data_state", "{}", "data_state: no loader, guard"),
+        ("data_state", '{"loader": {}, "guard": {}}', "data_state: KeyError"),
+        ("data_state", "[]", "data_state: got a list"),
+        ("manifest", "[]", "manifest: got a list"),
+        ("manifest", "{}", "manifest: no config"),
+    ],
+)
+def test_a_part_that_is_no_longer_what_was_saved_is_damage_before_compiling(
+    tmp_path, file, text, reason
+):
+    run(tiny(tmp_path, train__steps=2, checkpoint__every_steps=1))
+    (tmp_path / "checkpoints" / "step_00000002" / file / "metadata").write_text(text)
+    with pytest.raises(CheckpointCorrupt, match="step_00000002 is damaged") as error:
+        Trainer(tiny(tmp_path, train__steps=3))
+    assert reason in str(error.value) and "--checkpoint.restore_step 1" in str(error.value)
+
+
+def test_another_model_is_refused_without_advice_that_can_not_work(tmp_path):
+    run(tiny(tmp_path, train__steps=1))
+    with pytest.raises(CheckpointMismatch, match="arrays of other names or shapes") as error:
+        Trainer(tiny(tmp_path, train__steps=2, model__num_layers=2))
+    assert "model.num_layers: 1 -> 2" in str(error.value)
+    assert "allow_changes" not in str(error.value)
 
 
 def test_an_earlier_step_can_be_resumed_and_writes_the_same_again(tmp_path):

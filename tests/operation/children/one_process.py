@@ -1,15 +1,17 @@
 """A loop of steps in one process: `one_process.py ROLE DIRECTORY`.
 
-Roles: run (until stopped), sleep (hangs in step 3), phase (an evaluation longer than a step).
+Roles: run (until stopped), sleep (hangs in step 3), phase (an evaluation longer than a step),
+native (long native code before the first step), ended (waits after the last step).
 """
 
+import hashlib
 import pathlib
 import sys
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[3]))
 
-from mtjax.operation.faults import StopRequest, Watchdog
+from mtjax.operation.faults import EarlyEnd, StopRequest, Watchdog
 
 ROLE, DIRECTORY = sys.argv[1:]
 
@@ -28,7 +30,19 @@ def main() -> None:
             print(f"step {step}", flush=True)
             if stop.requested:
                 print(f"saved at step {step} after {stop.signal_name}", flush=True)
-                return
+                break
+    print("left the loop", flush=True)
 
 
-main()
+def native() -> None:
+    """Minutes within one call, as while XLA compiles."""
+    print("compiling", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+
+
+with EarlyEnd("nothing was trained"):
+    if ROLE == "native":
+        native()
+    main()
+    if ROLE == "ended":
+        time.sleep(3600)
