@@ -13,7 +13,7 @@ import numpy as np
 from mtjax.checkpoint import directory as disk
 from mtjax.checkpoint import leaves, sums
 from mtjax.checkpoint.manifest import CheckpointMismatch, check_allowed, compare
-from mtjax.checkpoint.quiet import quiet_reads
+from mtjax.checkpoint.quiet import first_cause, quiet_reads
 from mtjax.config.check import RunError
 from mtjax.config.checkpoint import CheckpointConfig
 
@@ -279,7 +279,7 @@ class Checkpointer:
                 raise  # a wrong config, out of memory, a lost peer: not the fault of the files
             # They report damage as anything from KeyError to bare Exception.
             except Exception as error:
-                raise self.corrupt(step, str(error) or type(error).__name__) from error
+                raise self.corrupt(step, first_cause(error)) from error
 
     def corrupt(self, step: int, reason: str) -> CheckpointCorrupt:
         """The error for a checkpoint that is damaged, with the one to use in its place."""
@@ -291,7 +291,7 @@ class Checkpointer:
             else "There is no older checkpoint: start again with --checkpoint.resume never"
         )
         path = disk.step_path(self.directory, step)
-        short = " ".join(reason.split(" [tensorstore_spec", 1)[0].split())[:500]
+        short = " ".join(reason.split())[:400]
         return CheckpointCorrupt(f"checkpoint {path} is damaged ({short}). {advice}")
 
 

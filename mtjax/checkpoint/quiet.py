@@ -23,6 +23,14 @@ def quiet_reads() -> Iterator[None]:
         asyncio_log.setLevel(level)
 
 
+def first_cause(error: BaseException) -> str:
+    """What went wrong first, without the specifications that tensorstore and orbax append."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).split(" [tensorstore_spec", 1)[0]
+    return text.split(" See full TensorStore details", 1)[0] or type(error).__name__
+
+
 def _ignore_closed_loops() -> None:
     """Those reads end whenever they do, so the hook stays."""
     previous = sys.unraisablehook

@@ -57,7 +57,7 @@ def launch(*args: str) -> subprocess.CompletedProcess[str]:
             ["--prompt: got 'caf\\udce9"],
         ),
         (["--config", "tiny_gpt", "--hlep"], ["--hlep: an unknown option; did you mean --help"]),
-        (["--config", "tiny_gpt", "--mesh.pipeline", "2"], ["--mesh.data or --mesh.fsdp"]),
+        (["--config", "tiny_gpt", "--mesh.rows", "2"], ["--mesh.data or --mesh.fsdp"]),
         (["--config", "tiny_gpt", "--num-layers", "2"], ["did you mean --model.num-layers"]),
         (["--config", "tiny_gpt", "--train_steps", "2"], ["did you mean --train.steps"]),
         (["--config", "tiny_gpt", "train.steps=3"], ["train.steps=3: a word", "--train.steps"]),

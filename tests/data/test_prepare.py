@@ -164,7 +164,10 @@ def test_the_command_line_shows_progress_and_reports_documents_and_tokens(tmp_pa
     [
         (["--paths", "absent.jsonl"], "absent.jsonl: no such file; check --paths (source jsonl)"),
         (["--paths", "docs"], "docs: a folder, expected files for source jsonl; name them in --p"),
-        (["--paths", "a.jsonl", "--tokenizer-path", "x"], " tokenizer_path: got 'x', expected empty"),
+        (
+            ["--paths", "a.jsonl", "--tokenizer-path", "x"],
+            " tokenizer_path: got 'x', expected empty",
+        ),
     ],
 )
 def test_what_the_command_line_refuses_is_named_as_it_was_typed(tmp_path, arguments, message):

@@ -87,10 +87,10 @@ def test_starting_afresh_is_refused_where_a_checkpoint_is_read(launch, command):
     assert f"checkpoint.resume: got 'never', expected auto or must, since {command} reads" in err
 
 
-def test_a_file_in_place_of_the_run_s_folder_is_named(tmp_path, launch):
+def test_a_file_in_place_of_the_run_s_folder_is_named(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    code, _, err = launch("evaluate", "--run.directory", str(tmp_path / "file"))
-    assert code == 2
+    assert main(["evaluate", "--config", "tiny_gpt", f"--run.directory={tmp_path}/file"]) == 2
+    err = capsys.readouterr().err
     assert "run.directory: got" in err and "is no file" in err
 
 
