@@ -90,7 +90,7 @@ def _unknown(word: str, names: list[str]) -> str:
     name = word.partition("=")[0]
     wanted = _normal(name) if name.startswith("-") else f"--{name.replace('_', '-')}"
     wanted = wanted if wanted.startswith("--") else f"-{wanted}"
-    close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.7)
+    close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.75)
     # A part of a name, such as --num-layers, is no close match and yet means one.
     last = wanted[2:].rpartition(".")[2]
     close += [n for n in names if n[2:].rpartition(".")[2] == last and n not in close][:3]

@@ -1,5 +1,6 @@
 """Two processes, connected by gloo, train as one process with the same devices does."""
 
+import json
 import os
 import re
 import signal
@@ -111,6 +112,22 @@ def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-6)
     for name, array in one.arrays.items():
         np.testing.assert_allclose(alone.arrays[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_a_flipped_bit_in_what_the_other_process_wrote_is_found(tmp_path, launch_two):
+    ends = launch_two(tmp_path, mesh__fsdp=2, train__steps=2)
+    assert [code for code, _, _ in ends] == [0, 0], ends[0][2] + ends[1][2]
+    newest = tmp_path / "checkpoints" / "step_00000002"
+    recorded = json.loads((newest / "manifest" / "sums.json").read_text())
+    files = [newest / name for name in recorded if name.startswith("state/ocdbt.process_1/d/")]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    ends = launch_two(tmp_path, mesh__fsdp=2, train__steps=3)
+    assert all(code != 0 for code, _, _ in ends)
+    text = f"step_00000002 is damaged (state/ocdbt.process_1/d/{largest.name} has another checksum"
+    assert any(text in err for _, _, err in ends), ends[0][2] + ends[1][2]
 
 
 def test_a_peer_that_never_comes_ends_the_command_with_its_name(tmp_path, launch_two):
