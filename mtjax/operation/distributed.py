@@ -1,7 +1,9 @@
 """Several processes as one run, by `jax.distributed`."""
 
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -60,6 +62,10 @@ def initialize(config: DistributedConfig) -> None:
         heartbeat_timeout_seconds=config.heartbeat_timeout_s,
         shutdown_timeout_seconds=config.timeout_s,
     )
+    # jax has just taken SIGTERM for its notice of preemption, which nobody here reads: give it
+    # back to the handler that Python knows of.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def is_main_process() -> bool:

@@ -130,6 +130,19 @@ def test_a_flipped_bit_in_what_the_other_process_wrote_is_found(tmp_path, launch
     assert any(text in err for _, _, err in ends), ends[0][2] + ends[1][2]
 
 
+def test_sigterm_on_all_processes_before_the_first_step_ends_each_at_once(tmp_path, start_two):
+    both = start_two(tmp_path, mesh__data=2, train__steps=100000)
+    deadline_s = time.monotonic() + 100
+    while not (tmp_path / "run.lock").exists():  # from here on jax has its own SIGTERM handler
+        assert time.monotonic() < deadline_s and both[0].poll() is None, both[0].stderr.read()
+        time.sleep(0.02)
+    for process in reversed(both):
+        process.send_signal(signal.SIGTERM)
+    errors = [process.communicate(timeout=60)[1] for process in both]
+    assert [process.returncode for process in both] == [143, 143], errors
+    assert all("SIGTERM: ending at once: nothing was trained" in err for err in errors)
+
+
 def test_a_peer_that_never_comes_ends_the_command_with_its_name(tmp_path, launch_two):
     ((code, _, err),) = launch_two(
         tmp_path, ids=[0], mesh__data=2, run__distributed__timeout_s=2, timeout_s=30
