@@ -159,12 +159,13 @@ def _plan(command: PlanCommand, origin: Origin) -> int:
             f"--max-compiles, --time-limit-s: got {command.max_compiles}, {command.time_limit_s}, "
             "expected positive numbers; leave them out for the defaults"
         )
+    if not command.search:
+        option = "--output" if command.output else "run.directory"
+        check_folder(command.output or f"{command.config.run.directory}/plan", option)
     # The devices that count are the target's; this process only reads what compilers wrote.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from mtjax.planner.command import plan, search
 
-    if not command.search:
-        check_folder(command.output or f"{command.config.run.directory}/plan", "--output")
     if not command.search:
         return plan(command.config, command.target, command.time_limit_s, command.output)
     words = f"python launch.py --config {origin.recipe} {override_flags(origin.fields)}".rstrip()

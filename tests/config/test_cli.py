@@ -85,6 +85,10 @@ def launch(*args: str) -> subprocess.CompletedProcess[str]:
             ["parity", "--config", "tiny_gpt", "--meshes", "data=2", "--tolerance", "-1"],
             ["--tolerance: got -1.0"],
         ),
+        (
+            ["plan", "--config", "tiny_gpt", "--target", "cpu:1", "--output", "/proc/plan"],
+            ["--output: got '/proc/plan', which can't be written"],
+        ),
         (["prepare", "--path", "a", "--output", "b"], ["did you mean --paths"]),
         (["prepare", "--paths", "a", "--output", "/proc/o"], ["--output: got '/proc'"]),
     ],
