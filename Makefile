@@ -9,10 +9,13 @@ BIN := $(VENV)/bin
 COMMA := ,
 STAMP := $(VENV)/installed-$(subst $(COMMA),-,$(EXTRAS))
 
-.PHONY: train test lint benchmark clean
+.PHONY: train train-moe test lint benchmark clean
 
 train: $(STAMP)
 	$(BIN)/python launch.py --config $(RECIPE) $(ARGS)
+
+train-moe: RECIPE = tiny_moe.py
+train-moe: train
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -220,7 +220,7 @@ def _check_expert_products(config: Config, on_gpu: bool) -> None:
         not (expands and on_gpu) or moe.allow_expanded_products,
         "model.moe.dispatcher",
         moe.dispatcher,
-        f"capacity on GPU, where XLA expands the expert products to {times} times their FLOPs",
+        f"capacity on GPU, where XLA expands the expert products to up to {times} times the FLOPs",
         "set model.moe.dispatcher to capacity, or accept the cost with "
         "model.moe.allow_expanded_products",
     )

@@ -1,6 +1,9 @@
 """Shapes of published models. Each function gives the unpadded, published architecture."""
 
+import dataclasses
+
 from mtjax.config.model import AttentionConfig, ModelConfig, RopeConfig
+from mtjax.config.moe import MoeConfig
 
 
 def gpt2_124m(dropout: float = 0.0) -> ModelConfig:
@@ -59,4 +62,38 @@ def _llama(
         ffn_dim=ffn,
         attention=AttentionConfig(num_heads=heads, num_kv_heads=kv_heads),
         rope=RopeConfig(theta=theta),
+    )
+
+
+def mixtral_8x7b() -> ModelConfig:
+    """Mixtral 8x7B (Jiang et al. 2024, arXiv 2401.04088): 46,702,792,704 parameters."""
+    return _mixtral(layers=32, embed=4096, ffn=14336, heads=32)
+
+
+def mixtral_8x22b() -> ModelConfig:
+    """Mixtral 8x22B (Mistral AI, April 2024): 140.6 B parameters, 39.2 B active."""
+    return _mixtral(layers=56, embed=6144, ffn=16384, heads=48)
+
+
+def qwen3_30b_a3b() -> ModelConfig:
+    """Qwen3-30B-A3B (arXiv 2505.09388, table 2): 30,532,122,624 parameters, 3.4 B active."""
+    return ModelConfig(
+        vocab_size=151936,
+        embed_dim=2048,
+        num_layers=48,
+        ffn_dim=768,
+        moe=MoeConfig(num_experts=128, top_k=8, balance_coefficient=1e-3, capacity_factor=1.5),
+        attention=AttentionConfig(num_heads=32, num_kv_heads=4, head_dim=128, qk_norm=True),
+        rope=RopeConfig(theta=1e6),
+        norm_epsilon=1e-6,
+    )
+
+
+def _mixtral(*, layers: int, embed: int, ffn: int, heads: int) -> ModelConfig:
+    """Mixtral: Llama with 8 experts, of which a token uses 2, and balanced loads."""
+    dense = _llama(
+        layers=layers, embed=embed, ffn=ffn, heads=heads, kv_heads=8, vocab=32000, theta=1e6
+    )
+    return dataclasses.replace(
+        dense, moe=MoeConfig(num_experts=8, top_k=2, balance_coefficient=0.01)
     )
