@@ -5,7 +5,7 @@ Data: python launch.py prepare --source parquet --paths corpus/*.parquet \
     --tokenizer huggingface --tokenizer-path tokenizer.json --output data/corpus --workers 64
 Command: python launch.py --config moe_8x7b.py
     (one process per host; docs/multi-host.md shows the job files)
-Expected: not measured yet.
+Expected: not run yet. Compiled without a GPU, a device holds 48.3 GiB on 4 hosts and 6.9 GiB on 32.
 """
 
 from mtjax.config import (

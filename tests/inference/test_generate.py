@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtjax.config import AttentionConfig, ModelConfig, TrainConfig
+from mtjax.config import AttentionConfig, ModelConfig, MoeConfig, TrainConfig
 from mtjax.config.mesh import MeshConfig
 from mtjax.config.sampling import SamplingConfig
 from mtjax.inference.generate import filter_logits, generate
@@ -41,6 +41,12 @@ MODELS = {
         BASE, position="learned", max_positions=64, tied_embeddings=True, norm="layernorm"
     ),
     "no-positions": dataclasses.replace(BASE, position="none"),
+    # At this capacity tokens would be dropped in training; the reference drops none.
+    "experts": dataclasses.replace(
+        BASE,
+        num_layers=2,
+        moe=MoeConfig(num_experts=4, router="sigmoid", score_bias=True, capacity_factor=0.5),
+    ),
 }
 PROMPT = [5, 96, 17, 17, 3, 42, 8]
 NUM_NEW = 40  # beyond one padded prompt, and beyond the window
@@ -85,7 +91,8 @@ def test_greedy_text_is_the_argmax_of_full_forward_passes_token_by_token(name):
     params = parameters(model)
     sampling = SamplingConfig(max_tokens=NUM_NEW, temperature=0.0)
     ids = generate(model, params, one_device(), PROMPT, sampling)
-    assert ids == greedy_without_cache(model, params, PROMPT, NUM_NEW)
+    reference = model.with_dispatcher("dropless")
+    assert ids == greedy_without_cache(reference, params, PROMPT, NUM_NEW)
     assert len(set(ids)) > 3
 
 
@@ -98,10 +105,14 @@ def test_a_prompt_longer_than_one_padding_and_one_of_exactly_its_length():
         assert ids == greedy_without_cache(BASE, params, prompt, 3)
 
 
-def test_a_tensor_mesh_generates_the_same_ids():
-    model = MODELS["grouped-query"]
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("grouped-query", MeshConfig(tensor=2)), ("experts", MeshConfig(expert=2, tensor=2))],
+)
+def test_a_mesh_generates_the_same_ids(name, mesh):
+    model = MODELS[name]
     params = parameters(model)
-    mesh = make_mesh(MeshConfig(tensor=2), jax.devices()[:2])
+    mesh = make_mesh(mesh, jax.devices()[: 2 * mesh.expert])
     with jax.set_mesh(mesh):
         shardings = compute_shardings(abstract_params(model), mesh)
     split = jax.device_put(params, shardings)

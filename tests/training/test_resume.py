@@ -59,6 +59,24 @@ def test_two_resumes_with_dropout_change_no_bit(tmp_path):
     assert_same(resumed, straight)
 
 
+def test_routers_and_their_biases_resume_bit_for_bit(tmp_path):
+    moe = {
+        "num_experts": 4,
+        "router": "sigmoid",
+        "score_bias": True,
+        "bias_update_rate": 0.01,
+        "balance_coefficient": 0.01,
+        "balance_scope": "global",
+        "capacity_factor": 0.8,
+    }
+    changes = {f"model__moe__{name}": value for name, value in moe.items()}
+    straight, resumed = straight_and_resumed(tmp_path, (3,), steps=5, **changes)
+    assert_same(resumed, straight)
+    biases = [array for name, array in straight.arrays.items() if name.endswith("router.bias")]
+    # The moments of the optimizer hold one too, which no gradient ever moves.
+    assert max(np.abs(array).max() for array in biases) == pytest.approx(0.03, abs=0.021)
+
+
 def test_dropout_masks_come_from_the_step_and_not_from_the_resume(tmp_path):
     """Without this the test above would hold for a step that ignores dropout."""
     with_dropout = run(tiny(tmp_path / "a", train__steps=2))

@@ -5,11 +5,36 @@ import math
 
 import pytest
 
+from mtjax.config import RunConfig
 from mtjax.data.store import EMBEDDED_TEXT, open_stores
 from mtjax.operation.metrics import read_metrics
+from mtjax.planning.flops import count_active_params, count_params
 from mtjax.recipes import load_recipe
 from mtjax.training.loop import train
 from tests.data.trigram import trigram_bits_per_byte
+
+DENSE_LOSS = 1.5259
+"""Held-out loss of tiny_gpt, the twin of tiny_moe with equal active parameters (README)."""
+
+
+@pytest.mark.slow
+def test_experts_learn_no_less_than_their_dense_twin_at_even_loads(tmp_path, monkeypatch):
+    import jax
+
+    config = dataclasses.replace(load_recipe("tiny_moe")[0], run=RunConfig(directory=str(tmp_path)))
+    twin = load_recipe("tiny_gpt")[0]
+    routers = 4 * 256 * 8
+    assert count_active_params(config.model) == count_params(twin.model) + routers
+    assert config.train == twin.train and config.optimizer == twin.optimizer
+    devices = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+    assert train(config) == 0
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert records[-1]["eval/loss"] <= DENSE_LOSS
+    last = [r for r in records if "moe/load_ratio" in r][-1]
+    assert last["moe/load_ratio"] < 1.5
+    assert last["moe/dropped_ratio"] < 0.05
 
 
 @pytest.mark.slow
