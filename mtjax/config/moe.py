@@ -53,6 +53,9 @@ class MoeConfig:
     bias_update_rate: float = 0.0
     """score_bias: after each optimizer step, each bias moves by this towards an even load over
     the whole batch; 0 keeps the biases."""
+    router_noise: float = 0.0
+    """Training: standard deviation of the normal noise added to the logits (Shazeer et al. 2017,
+    arXiv 1701.06538; V-MoE takes 1 / num_experts)."""
     dispatcher: Dispatcher = "capacity"
     """capacity: fixed buffers per expert, all-to-all, batched products; what doesn't fit is
     dropped. dropless: sorted tokens, products by group; needs a grouped-product kernel to be fast.
@@ -71,6 +74,12 @@ class MoeConfig:
     """Tokens over which loads are balanced: those of a microbatch on all devices; of each sequence
     (mean over sequences); or of the whole batch, which takes a second forward pass when there are
     several microbatches. Only microbatch depends on train.microbatches, by definition."""
+    device_groups: int = 1
+    """Groups of consecutive experts, meant to be those of one device, whose loads the device
+    balance loss evens out whatever the mesh; a divisor of num_experts."""
+    device_balance_coefficient: float = 0.0
+    """Weight of the balance loss between device_groups (DeepSeek-V2, arXiv 2405.04434, eq. 26),
+    over the tokens of balance_scope; 1 at even loads."""
     z_coefficient: float = 0.0
     """Weight of each layer's mean squared log-partition of the router logits (ST-MoE)."""
 
@@ -84,7 +93,14 @@ class MoeConfig:
         self._check_router()
         self._check_groups()
         self._check_dispatch()
-        for name in ("shared_ffn_dim", "first_dense", "balance_coefficient", "z_coefficient"):
+        for name in (
+            "shared_ffn_dim",
+            "first_dense",
+            "router_noise",
+            "balance_coefficient",
+            "device_balance_coefficient",
+            "z_coefficient",
+        ):
             value = getattr(self, name)
             require(value >= 0, f"moe.{name}", value, "at least 0", "0 turns it off")
         require(
@@ -102,13 +118,7 @@ class MoeConfig:
             "False without a shared expert",
             "set moe.shared_ffn_dim",
         )
-        require(
-            self.balance_coefficient > 0 or self.balance_scope == "microbatch",
-            "moe.balance_scope",
-            self.balance_scope,
-            "the default while moe.balance_coefficient is 0",
-            "set the coefficient, such as 0.01",
-        )
+        self._check_balance()
 
     def _check_all_default(self) -> None:
         for config_field in dataclasses.fields(self):
@@ -120,6 +130,31 @@ class MoeConfig:
                 f"{config_field.default!r} while moe.num_experts is 0, a dense model",
                 "set moe.num_experts or drop it",
             )
+
+    def _check_balance(self) -> None:
+        balanced = self.balance_coefficient > 0 or self.device_balance_coefficient > 0
+        require(
+            balanced or self.balance_scope == "microbatch",
+            "moe.balance_scope",
+            self.balance_scope,
+            "the default while moe.balance_coefficient is 0",
+            "set the coefficient, such as 0.01",
+        )
+        groups = self.device_groups
+        require(
+            groups >= 1 and self.num_experts % groups == 0,
+            "moe.device_groups",
+            groups,
+            f"a divisor of moe.num_experts ({self.num_experts})",
+            "take the number of devices that share the experts",
+        )
+        require(
+            (groups > 1) == (self.device_balance_coefficient > 0),
+            "moe.device_groups",
+            groups,
+            "more than 1 exactly when moe.device_balance_coefficient is set",
+            "set both or neither",
+        )
 
     def _check_router(self) -> None:
         require(

@@ -50,7 +50,8 @@ class DecoderBlock(nn.Module):
         h_BTD = make_norm(model, "mlp_norm")(residual_BTD)
         stats = None
         if self.spec.experts:
-            m_BTD, stats = Moe(model, name="moe")(h_BTD, inputs.counts, inputs.load)
+            moe = Moe(model, name="moe")
+            m_BTD, stats = moe(h_BTD, inputs.counts, inputs.load, inputs.keys)
         else:
             m_BTD = Mlp(model, name="mlp")(gather_sequence(h_BTD))
         m_BTD = self._leave_branch(m_BTD, "mlp_post_norm", 2, inputs.keys)

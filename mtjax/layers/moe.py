@@ -25,12 +25,17 @@ class Moe(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, counts_BT: jax.Array | None, load_E: jax.Array | None
+        self,
+        x_BTD: jax.Array,
+        counts_BT: jax.Array | None,
+        load_E: jax.Array | None,
+        keys_B: jax.Array | None = None,
     ) -> tuple[jax.Array, RouterStats]:
         """Output [B, T, D], sequence-parallel as the input, and the router's statistics.
 
         `counts_BT`: bool, False where a position holds padding: it gets 0, and nothing it holds,
-        NaN included, reaches an expert, a load or a loss; None: all count. `load_E`: see Router.
+        NaN included, reaches an expert, a load or a loss; None: all count. `load_E` and `keys_B`
+        as Router takes them.
         """
         model = self.model
         x_BTD = shard(x_BTD, *_SPLIT)
@@ -38,7 +43,7 @@ class Moe(nn.Module):
             counts_BT = jnp.ones(x_BTD.shape[:2], bool)
         counts_BT = shard(counts_BT, *_SPLIT[:2])
         x_BTD = jnp.where(counts_BT[..., None], x_BTD, jnp.zeros((), x_BTD.dtype))
-        routing, stats = Router(model, name="router")(x_BTD, counts_BT, load_E)
+        routing, stats = Router(model, name="router")(x_BTD, counts_BT, load_E, keys_B)
         y_BTD = run_experts(model, x_BTD, routing, self._kernels(x_BTD.dtype))
         if model.moe.shared_ffn_dim:
             y_BTD += self._shared(x_BTD)

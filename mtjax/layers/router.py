@@ -12,11 +12,13 @@ from flax import linen as nn
 
 from mtjax.config.model import ModelConfig
 from mtjax.config.moe import MoeConfig
+from mtjax.layers.dropout import fold_rows
 from mtjax.layers.init import normal
 from mtjax.layers.linear import named
 from mtjax.sharding import local_map, reshard, shard, sum_over_manual
 
 _TOKENS = ("batch", "seq_sp", None)
+_NOISE_SITE = 3  # beside those of attention and of the two branches of a block
 
 
 class Routing(NamedTuple):
@@ -32,7 +34,7 @@ class Routing(NamedTuple):
 
 class RouterStats(NamedTuple):
     """What one layer's router did to the tokens that count: float32 sums, so that microbatches
-    and shards add up. Only `balance` and `z` carry gradients."""
+    and shards add up. Only the losses, from `balance` on, carry gradients."""
 
     load: jax.Array
     """[E]: tokens sent to each expert, before any is dropped."""
@@ -42,6 +44,8 @@ class RouterStats(NamedTuple):
     """Entropy of each token's probabilities, in nats."""
     balance: jax.Array
     """Balance loss, times the tokens of its scope; scope sequence: summed over sequences."""
+    device_balance: jax.Array
+    """The same between the groups of experts that share a device."""
     z: jax.Array
     """Squared log-partition of the logits of each token."""
 
@@ -53,12 +57,17 @@ class Router(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, counts_BT: jax.Array, load_E: jax.Array | None
+        self,
+        x_BTD: jax.Array,
+        counts_BT: jax.Array,
+        load_E: jax.Array | None,
+        keys_B: jax.Array | None = None,
     ) -> tuple[Routing, RouterStats]:
         """Routing and its statistics.
 
         `counts_BT`: bool, which tokens are no padding. `load_E`: load of the whole batch, for a
-        balance loss of that scope; None takes the load of these tokens.
+        balance loss of that scope; None takes the load of these tokens. `keys_B`: one key per
+        sequence for noise; None outside training.
         """
         moe = self.model.moe
         kernel_DE = self.param(
@@ -79,6 +88,8 @@ class Router(nn.Module):
             kernel_DE,
             precision=jax.lax.Precision.HIGHEST,
         )
+        if keys_B is not None and moe.router_noise:
+            logits_BTE += moe.router_noise * _noise(keys_B, logits_BTE.shape[1:])
         logits_BTE = shard(logits_BTE, *_TOKENS)
         # An island: XLA gathers the operand of a top-k that it splits by itself.
         experts, weights, probabilities = local_map(
@@ -87,6 +98,12 @@ class Router(nn.Module):
         experts = jnp.where(counts_BT[..., None], experts, moe.num_experts)
         stats = router_stats(moe, logits_BTE, probabilities, experts, counts_BT, load_E)
         return Routing(experts, weights), stats
+
+
+def _noise(keys_B: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Standard normal [B, *shape], of each sequence by its key: the same on every mesh."""
+    noise = jax.vmap(lambda key: jax.random.normal(key, shape))(fold_rows(keys_B, _NOISE_SITE))
+    return shard(noise, *_TOKENS)
 
 
 def route(
@@ -149,12 +166,11 @@ def router_stats(
     probability_BE = jnp.sum(jnp.where(counts_BT[..., None], probabilities_BTE, 0.0), axis=1)
     if moe.balance_scope == "sequence":
         tokens_B = jnp.sum(counts_BT, axis=1).astype(jnp.float32)
-        cost_BE = _cost(moe, load_BE) / jnp.maximum(tokens_B, 1.0)[:, None]
-        balance = jnp.sum(probability_BE * cost_BE)
+        cost = _cost(moe, load_BE) / jnp.maximum(tokens_B, 1.0)[:, None]
     else:
         if load_E is None:
             load_E = sum_over_manual(load_here_E, "batch")
-        balance = jnp.sum(probability_BE * _cost(moe, load_E))
+        cost = _cost(moe, load_E)
     log_z_BT = jax.nn.logsumexp(logits_BTE, axis=-1)
     fixed = jax.lax.stop_gradient(probabilities_BTE)
     entropy_BT = -jnp.sum(jax.scipy.special.xlogy(fixed, fixed), axis=-1)
@@ -165,7 +181,8 @@ def router_stats(
         load=load_here_E,
         dropped=dropped,
         entropy=jnp.sum(jnp.where(counts_BT, entropy_BT, 0.0)),
-        balance=balance,
+        balance=jnp.sum(probability_BE * cost),
+        device_balance=jnp.sum(probability_BE * _group_means(moe, cost)),
         z=jnp.sum(jnp.where(counts_BT, jnp.square(log_z_BT), 0.0)),
     )
 
@@ -174,6 +191,13 @@ def _cost(moe: MoeConfig, load: jax.Array) -> jax.Array:
     """What a token's probability of each expert costs: E n_i / (k T), 1 for each at even loads."""
     pairs = jnp.sum(load, axis=-1, keepdims=True)  # k for each token
     return moe.num_experts * load / jnp.maximum(pairs, 1.0)
+
+
+def _group_means(moe: MoeConfig, cost: jax.Array) -> jax.Array:
+    """The cost of each expert replaced by the mean of its group (DeepSeek-V2, eq. 27 and 28)."""
+    grouped = cost.reshape(*cost.shape[:-1], moe.device_groups, -1)
+    means = jnp.broadcast_to(jnp.mean(grouped, axis=-1, keepdims=True), grouped.shape)
+    return means.reshape(cost.shape)
 
 
 def next_score_bias(moe: MoeConfig, bias: jax.Array, load: jax.Array) -> jax.Array:

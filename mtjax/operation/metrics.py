@@ -55,6 +55,7 @@ METRICS: dict[str, Metric] = {
     "moe/load_ratio": Metric("ratio", "tokens of the fullest expert by the mean, worst layer"),
     "moe/entropy": Metric("nats", "entropy of a token's router probabilities, mean over layers"),
     "moe/balance_loss": Metric("1", "load-balancing loss before its weight"),
+    "moe/device_balance_loss": Metric("1", "the same between the groups of experts of a device"),
     "moe/z_loss": Metric("1", "router log-partition penalty before its weight"),
 }
 """Every metric that a record may hold; a new one starts with a line here."""

@@ -29,6 +29,7 @@ class RouterScales(NamedTuple):
     """Factors that turn a layer's sums into its share of the loss sum."""
 
     balance: jax.Array
+    device_balance: jax.Array
     z: jax.Array
 
 
@@ -66,7 +67,11 @@ def router_scales(moe: MoeConfig, size: BatchSize) -> RouterScales:
     per_token = size.weight / jnp.maximum(size.tokens, 1)
     per_sequence = size.weight / jnp.maximum(size.sequences, 1)
     per_scope = per_sequence if moe.balance_scope == "sequence" else per_token
-    return RouterScales(moe.balance_coefficient * per_scope, moe.z_coefficient * per_token)
+    return RouterScales(
+        moe.balance_coefficient * per_scope,
+        moe.device_balance_coefficient * per_scope,
+        moe.z_coefficient * per_token,
+    )
 
 
 def with_router_losses(sums: LossSums, stats: Any, scales: RouterScales | None) -> RoutedSums:
@@ -74,7 +79,9 @@ def with_router_losses(sums: LossSums, stats: Any, scales: RouterScales | None) 
     total = sums.total
     if scales is not None:
         for layer in _layers(stats):
-            total += scales.balance * jnp.sum(layer.balance) + scales.z * jnp.sum(layer.z)
+            total += scales.balance * jnp.sum(layer.balance)
+            total += scales.device_balance * jnp.sum(layer.device_balance)
+            total += scales.z * jnp.sum(layer.z)
     return RoutedSums(total, sums.cross_entropy, jax.lax.stop_gradient(stats))
 
 
@@ -102,23 +109,25 @@ def loads(stats: Any) -> Any:
 
 def router_metrics(moe: MoeConfig, stats: Any, size: BatchSize) -> dict[str, jax.Array]:
     """Means over layers; the load ratio is that of the most uneven layer."""
-    load_LE, dropped_L, entropy_L, balance_L, z_L = (
-        jnp.concatenate(parts) for parts in zip(*_layers(stats), strict=True)
-    )
-    pairs_L = jnp.maximum(jnp.sum(load_LE, axis=1), 1.0)
+    whole = RouterStats(*(jnp.concatenate(parts) for parts in zip(*_layers(stats), strict=True)))
+    pairs_L = jnp.maximum(jnp.sum(whole.load, axis=1), 1.0)
     tokens, sequences = (jnp.maximum(n, 1) for n in (size.tokens, size.sequences))
     scope = sequences if moe.balance_scope == "sequence" else tokens
-    balance, z = jnp.mean(balance_L) / scope, jnp.mean(z_L) / tokens
-    num_layers = load_LE.shape[0]
+    balance, z = jnp.mean(whole.balance) / scope, jnp.mean(whole.z) / tokens
+    device_balance = jnp.mean(whole.device_balance) / scope
     weighted = moe.balance_coefficient * balance + moe.z_coefficient * z
-    return {
-        "train/aux_loss": num_layers * weighted,
-        "moe/dropped_ratio": jnp.sum(dropped_L) / jnp.sum(pairs_L),
-        "moe/load_ratio": jnp.max(jnp.max(load_LE, axis=1) * moe.num_experts / pairs_L),
-        "moe/entropy": jnp.mean(entropy_L) / tokens,
+    weighted += moe.device_balance_coefficient * device_balance
+    metrics = {
+        "train/aux_loss": whole.load.shape[0] * weighted,
+        "moe/dropped_ratio": jnp.sum(whole.dropped) / jnp.sum(pairs_L),
+        "moe/load_ratio": jnp.max(jnp.max(whole.load, axis=1) * moe.num_experts / pairs_L),
+        "moe/entropy": jnp.mean(whole.entropy) / tokens,
         "moe/balance_loss": balance,
         "moe/z_loss": z,
     }
+    if moe.device_groups > 1:
+        metrics["moe/device_balance_loss"] = device_balance
+    return metrics
 
 
 def move_score_biases(moe: MoeConfig, params: Any, stats: Any) -> Any:

@@ -71,6 +71,10 @@ def test_experts_stand_in_the_last_of_every_n_layers_above_the_dense_ones(
         ({"num_experts": 4, "balance_scope": "global"}, "set the coefficient"),
         ({"num_experts": 4, "z_coefficient": -1.0}, "moe.z_coefficient"),
         ({"num_experts": 4, "every": 0}, "moe.every"),
+        ({"num_experts": 4, "router_noise": -0.1}, "moe.router_noise"),
+        ({"num_experts": 4, "device_groups": 2}, "set both or neither"),
+        ({"num_experts": 4, "device_balance_coefficient": 0.1}, "set both or neither"),
+        ({"num_experts": 4, "device_groups": 3}, "a divisor of moe.num_experts"),
         ({"num_experts": 4, "routed_scale": 0.0}, "moe.routed_scale"),
     ],
 )

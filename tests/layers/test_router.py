@@ -1,5 +1,6 @@
 """Routers by hand: small numbers, formulas in numpy, published examples."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -124,6 +125,49 @@ def test_the_balance_loss_is_its_formula_over_the_tokens_that_count(scope, drawn
     log_z = np.log(np.exp(logits.astype(float)).sum(-1))
     assert stats.z == pytest.approx((log_z**2)[counts].sum(), rel=1e-5)
     np.testing.assert_array_equal(stats.load, np.bincount(experts[counts].ravel(), minlength=5))
+
+
+def test_the_device_balance_loss_multiplies_mean_loads_and_summed_probabilities(drawn):
+    """sum over groups of (mean f_j) (sum P_j), f_j = E n_j / (k T), P_j = mean p_j: as published.
+
+    It is 1 where groups are even although their experts are not.
+    """
+    logits, counts, _, _ = drawn
+    settings = {"num_experts": 6, "device_groups": 3, "device_balance_coefficient": 1.0}
+    moe = MoeConfig(**settings)
+    logits = np.concatenate([logits, logits[..., :1] + 0.3], axis=-1)
+    experts, _, p = (np.asarray(a) for a in route(moe, jnp.asarray(logits), jnp.zeros(6)))
+    stats = stats_of(moe, jnp.asarray(logits), jnp.asarray(p), experts, jnp.asarray(counts))
+    T = counts.sum()
+    f = 6 / (2 * T) * np.bincount(experts[counts].ravel(), minlength=6)
+    P = p[counts].mean(0)
+    expected = sum(f[g : g + 2].mean() * P[g : g + 2].sum() for g in (0, 2, 4))
+    assert stats.device_balance / T == pytest.approx(expected, rel=1e-5)
+    uneven = np.tile([[0, 2], [0, 4], [2, 4]], (1, 1, 1))
+    even = stats_of(moe, jnp.zeros((1, 3, 6)), jnp.full((1, 3, 6), 1 / 6), uneven)
+    assert even.device_balance / 3 == pytest.approx(1.0, rel=1e-6)
+
+
+def test_noise_is_drawn_by_sequence_and_has_the_given_deviation():
+    model = ModelConfig(
+        embed_dim=4,
+        attention=AttentionConfig(num_heads=1),
+        moe=MoeConfig(num_experts=50, top_k=1, router_noise=2.0),
+    )
+    x_BTD, counts = jnp.zeros((3, 40, 4)), jnp.ones((3, 40), bool)
+    params = {"params": {"kernel": jnp.zeros((4, 50))}}
+    keys = jax.random.split(jax.random.key(0), 3)
+
+    def log_z(keys):
+        return Router(model).apply(params, x_BTD, counts, None, keys)[1].z / 120
+
+    # E exp(2 n) = exp(2): the log of the mean of 50 such terms is ln 50 + 2 less a spread.
+    assert log_z(None) == pytest.approx(np.log(50) ** 2, rel=1e-5)
+    assert np.log(50) + 1 < np.sqrt(log_z(keys)) < np.log(50) + 2
+    chosen = [Router(model).apply(params, x_BTD, counts, None, k)[0].experts for k in
+              (keys, keys[::-1])]  # fmt: skip
+    np.testing.assert_array_equal(chosen[0], chosen[1][::-1])
+    assert np.any(chosen[0][0] != chosen[0][1])
 
 
 def test_with_the_load_of_the_whole_batch_parts_add_up_to_the_whole(drawn):

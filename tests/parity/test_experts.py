@@ -54,6 +54,9 @@ FEATURES = {
         num_groups=4,
         top_groups=2,
         routed_scale=2.5,
+        router_noise=0.1,
+        device_groups=4,
+        device_balance_coefficient=0.05,
         balance_scope="sequence",
         dispatcher="dropless",
     ),
@@ -164,6 +167,7 @@ def test_steps_move_weights_biases_and_metrics_alike(microbatches):
         "moe/load_ratio",
         "moe/entropy",
         "moe/balance_loss",
+        "moe/device_balance_loss",
         "moe/z_loss",
     }
     states, others = by_name(state.params), by_name(expected.params)
