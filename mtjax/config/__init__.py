@@ -123,8 +123,39 @@ def validate(config: Config) -> Config:
         "xla or auto while precision is 'fp32'",
         "cuDNN attention computes in bf16 and fp16",
     )
+    _check_upcycling(config)
     _check_mesh(config)
     return config
+
+
+def _check_upcycling(config: Config) -> None:
+    """Check that copies of a dense feed-forward part make the model that is asked for."""
+    source, model, moe = config.checkpoint.upcycle_from, config.model, config.model.moe
+    if not source:
+        return
+    name = "checkpoint.upcycle_from"
+    require(
+        moe.num_experts > 0,
+        name,
+        source,
+        "empty for a dense model",
+        "set model.moe.num_experts, or start from a checkpoint of the same run by "
+        "checkpoint.resume",
+    )
+    require(
+        model.expert_dim == model.ffn_dim and not moe.shared_ffn_dim,
+        name,
+        source,
+        "experts as wide as the dense feed-forward part and no shared one, to be copies of it",
+        "drop model.moe.ffn_dim and model.moe.shared_ffn_dim",
+    )
+    require(
+        moe.renormalize and moe.routed_scale == 1,
+        name,
+        source,
+        "weights of a token's experts that add up to 1, so that the model goes on as it was",
+        "set model.moe.renormalize, and model.moe.routed_scale to 1",
+    )
 
 
 def _check_mesh(config: Config) -> None:

@@ -32,6 +32,10 @@ class CheckpointConfig:
     restore_step: int = 0
     """Resume from this step in place of the newest one; 0 takes the newest."""
 
+    upcycle_from: str = ""
+    """Run folder of the same model without experts, whose newest checkpoint a new run with experts
+    starts from, each expert a copy of the dense feed-forward part; empty: start afresh."""
+
     allow_changes: tuple[str, ...] = ()
     """Config fields, as dotted prefixes such as `optimizer.learning_rate`, that may differ from
     the checkpoint's although they change the numbers."""

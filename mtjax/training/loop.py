@@ -33,6 +33,7 @@ from mtjax.training.feed import Feed, samples_until
 from mtjax.training.sample import check_sample, draw_sample
 from mtjax.training.state import Setup, TrainState, create_state, make_setup
 from mtjax.training.step import COMPUTE_DTYPES, Limits, Metrics, jit_train_step
+from mtjax.training.upcycle import upcycled
 
 log = logging.getLogger(__name__)
 
@@ -269,7 +270,11 @@ class Trainer:
 
     def _initial_state(self) -> TrainState:
         if self.start_step is None:
-            return create_state(self.config, self.mesh, self.setup)
+            state = create_state(self.config, self.mesh, self.setup)
+            if self.config.checkpoint.upcycle_from:
+                params = upcycled(self.config, self.mesh, self.setup, state.params)
+                state = state._replace(params=params)
+            return state
         state, _ = self.checkpointer.restore(self.setup.abstract, self.start_step)
         return state
 

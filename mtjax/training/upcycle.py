@@ -1,0 +1,85 @@
+"""Start a model with experts from a dense one: every expert is a copy of its feed-forward part.
+
+Sparse upcycling (Komatsuzaki et al. 2022, arXiv 2212.05055). The weights of a token's experts add
+up to 1, so the model begins as the dense one, whatever its fresh routers choose.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from mtjax.checkpoint.manager import Checkpointer
+from mtjax.checkpoint.manifest import build_manifest
+from mtjax.config import Config
+from mtjax.config.checkpoint import CheckpointConfig
+from mtjax.config.model import ModelConfig
+from mtjax.config.moe import MoeConfig
+from mtjax.models.decoder import block_groups
+from mtjax.parallel.stack import Params
+from mtjax.training.state import Setup, make_setup
+
+
+def upcycled(config: Config, mesh: Mesh, setup: Setup, fresh: Params) -> Params:
+    """Parameters from the newest checkpoint in checkpoint.upcycle_from, routers from `fresh`.
+
+    Raises:
+        FileNotFoundError: no checkpoint there.
+        CheckpointMismatch: it is not of the same model without experts.
+    """
+    dense = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, moe=MoeConfig()), checkpoint=NEWEST
+    )
+    manifest = build_manifest(dataclasses.asdict(dense), config.mesh.sizes)
+    folder = Path(config.checkpoint.upcycle_from) / "checkpoints"
+    abstract = make_setup(dense, mesh).abstract.params
+    params = Checkpointer(folder, NEWEST, manifest).restore_params(abstract)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.params)
+    with jax.set_mesh(mesh):
+        grow = jax.jit(
+            lambda params, fresh: with_experts(config.model, params, fresh),
+            out_shardings=shardings,
+        )
+        return grow(params, fresh)
+
+
+NEWEST = CheckpointConfig()
+"""How the dense checkpoint is looked for: the newest one."""
+
+
+def with_experts(model: ModelConfig, dense: Params, fresh: Params) -> Params:
+    """The parameters of `model` made of those of its dense twin, routers as in `fresh`."""
+    twin = dataclasses.replace(model, moe=MoeConfig())
+    layers: list[Any] = [None] * model.num_layers
+    for i, group in enumerate(block_groups(twin)):
+        for position in range(len(group.unit)):
+            stacked = dense["blocks"][f"group{i}"][f"block{position}"]
+            for repeat in range(group.repeat):
+                layer = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], stacked)
+                layers[group.layer_index(repeat, position)] = layer
+    blocks: dict[str, Any] = {}
+    for i, group in enumerate(block_groups(model)):
+        units = {}
+        for position, spec in enumerate(group.unit):
+            name = f"block{position}"
+            own = [layers[group.layer_index(r, position)] for r in range(group.repeat)]
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
+            if spec.experts:
+                router = fresh["blocks"][f"group{i}"][name]["moe"]["router"]
+                stacked = _copies(model.moe.num_experts, stacked, router)
+            units[name] = stacked
+        blocks[f"group{i}"] = units
+    return {**dense, "blocks": blocks}
+
+
+def _copies(num_experts: int, block: Params, router: Params) -> Params:
+    """A stacked block whose feed-forward part, [repeat, ...], became experts [repeat, E, ...]."""
+    kernels = {
+        name: jnp.repeat(part["kernel"][:, None], num_experts, axis=1)
+        for name, part in block["mlp"].items()
+    }
+    others = {name: part for name, part in block.items() if name != "mlp"}
+    return others | {"moe": {"router": router, **kernels}}
