@@ -248,7 +248,11 @@ def _bounds(schedule: Schedule, phase: Phase, num_active: jax.Array | None) -> t
 
 
 class _Executor(_Ticks):
-    """The two directions of a tick."""
+    """The two directions of a tick.
+
+    A chunk's backward pass is a tree of arrays (`jax.vjp`). Its structure, and which of its arrays
+    are known anyway, are the same in all ticks; `start` finds them out.
+    """
 
     def start(self, scale: jax.Array | float, num_active: jax.Array | None) -> _Carry:
         """Nothing sent, nothing saved, all sums zero."""
