@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from mtjax.config import Config, validate
+from mtjax.config import Config, resolve_backends, validate
 from mtjax.planner.report import RESERVED_BYTES
 from mtjax.planning.targets import Target, parse_target
 
@@ -36,10 +36,14 @@ class Place:
         """The config with its mesh laid out on the devices.
 
         Raises:
-            ValueError: the mesh doesn't use them all, or the config doesn't divide by it.
+            ValueError: the mesh doesn't use them all, the config doesn't divide by it, or the
+                devices lack what it asks for.
         """
         mesh = config.mesh.resolve(self.num_devices, str(self))
-        return validate(dataclasses.replace(config, mesh=mesh))
+        config = validate(dataclasses.replace(config, mesh=mesh))
+        # Here, because the process that compiles could only say it with a traceback.
+        resolve_backends(config, "cpu" if self.target is None else "gpu")
+        return config
 
 
 def parse_place(text: str) -> Place:

@@ -219,6 +219,19 @@ def test_asked_flops_multiply_loops_and_divide_by_devices():
         (["--target", "h200:4x8", "--mesh.fsdp", "8"], "expected to use the 32 of h200:4x8"),
         (["--target", "h200:1x8", "--max-compiles", "0"], "expected positive numbers"),
         (["--target", "h200:1x8", "--mesh.fsdp", "3", "--mesh.data", "-1"], "mesh"),
+        (
+            [
+                "--target",
+                "h200:1x8",
+                "--mesh.fsdp",
+                "8",
+                "--model.moe.num-experts",
+                "8",
+                "--model.moe.dispatcher",
+                "dropless",
+            ],
+            "set model.moe.dispatcher to capacity",
+        ),
     ],
 )
 def test_bad_input_is_named_before_anything_compiles(args, text, capsys, tmp_path):
