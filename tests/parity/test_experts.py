@@ -82,9 +82,12 @@ LAYOUTS = [
     PARTS,
 ]
 CASES = QUICK + [
-    pytest.param(feature, layout, marks=pytest.mark.slow)
-    for feature in FEATURES
-    for layout in LAYOUTS
+    # Each feature meets a third of the layouts in CI, and each layout two features or three.
+    pytest.param(
+        feature, layout, marks=pytest.mark.slow if (i + j) % 3 == 0 else pytest.mark.nightly
+    )
+    for i, feature in enumerate(FEATURES)
+    for j, layout in enumerate(LAYOUTS)
     if (feature, layout) not in QUICK
 ]
 

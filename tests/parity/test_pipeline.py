@@ -92,7 +92,7 @@ def test_loss_and_gradients_are_those_of_one_device(model, layout):
     assert_gradients_are_those_of_one_device(MODELS[model], layout)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(20, 26))
 def test_a_random_model_in_a_random_pipeline_agrees_with_one_device(seed):
     config, layout = drawn(seed)
