@@ -24,15 +24,18 @@ Names = tuple[str | None, ...]
 RULES: dict[str, tuple[str, ...]] = {
     # activations
     "batch": ("data", "fsdp", "expert"),
-    "seq": (),
+    "seq": ("context",),
     # Megatron sequence parallelism: norms and residuals split the sequence over tensor too.
-    "seq_sp": ("tensor",),
+    "seq_sp": ("context", "tensor"),
+    # Partial sums over tokens, one per shard of batch and sequence.
+    "token_shards": ("data", "fsdp", "expert", "context"),
     "act_heads": ("tensor",),
     "act_ffn": ("tensor",),
     "act_vocab": ("tensor",),
     # parameters
-    # Outside of the experts, which take the axis first, expert is a second fsdp axis.
-    "embed": ("fsdp", "expert"),
+    # Outside of the experts, which take the axis first, expert is a second fsdp axis; context is
+    # another: each of its devices would otherwise hold, and sum, the same weights' gradients.
+    "embed": ("fsdp", "expert", "context"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),

@@ -23,6 +23,7 @@ MUST_MATCH: dict[str, bool] = {
     "config.data.scan_tokens": False,
     "config.mesh": False,
     "config.model.attention.backend": False,
+    "config.model.attention.exchange": False,
     "config.model.moe.allow_expanded_products": False,
     "config.pipeline": False,
     "config.run": False,

@@ -6,6 +6,7 @@ from dataclasses import field
 
 from mtjax.config.check import config_class, require
 from mtjax.config.checkpoint import CheckpointConfig
+from mtjax.config.context import check_context
 from mtjax.config.data import DataConfig
 from mtjax.config.mesh import Layout, MeshConfig
 from mtjax.config.model import AttentionConfig, ModelConfig, RopeConfig
@@ -73,8 +74,12 @@ class Config:
 
 
 def on_layout(config: Config, layout: Layout) -> Config:
-    """The same run on another mesh; pipeline settings are dropped where it has no pipeline."""
-    train, pipeline = config.train, PipelineConfig()
+    """The same run on another mesh, without the settings of axes that it lacks."""
+    train, pipeline, model = config.train, PipelineConfig(), config.model
+    if layout.mesh.context == 1:
+        model = model.with_exchange(AttentionConfig().exchange)
+    elif layout.exchange is not None:
+        model = model.with_exchange(layout.exchange)
     if layout.microbatches is not None:
         train = dataclasses.replace(train, microbatches=layout.microbatches)
     if layout.mesh.pipeline > 1:
@@ -84,7 +89,9 @@ def on_layout(config: Config, layout: Layout) -> Config:
         pipeline = dataclasses.replace(pipeline, schedule=name, chunks=layout.chunks)
     if layout.schedule is not None:
         pipeline = dataclasses.replace(pipeline, schedule=layout.schedule)
-    return dataclasses.replace(config, mesh=layout.mesh, train=train, pipeline=pipeline)
+    return dataclasses.replace(
+        config, model=model, mesh=layout.mesh, train=train, pipeline=pipeline
+    )
 
 
 def validate(config: Config) -> Config:
@@ -167,7 +174,7 @@ def _check_mesh(config: Config) -> None:
         ("tensor", "model.ffn_dim", model.ffn_dim),
         ("pipeline x mesh.tensor", "model.vocab_multiple", model.vocab_multiple),
         ("tensor", "train.seq_len", train.seq_len),
-        ("fsdp x mesh.expert", "model.embed_dim", model.embed_dim),
+        ("fsdp x mesh.context x mesh.expert", "model.embed_dim", model.embed_dim),
     ]
     if model.moe.num_experts:
         splits.append(("expert x mesh.tensor", "model.moe.num_experts", model.moe.num_experts))
@@ -181,6 +188,7 @@ def _check_mesh(config: Config) -> None:
             f"a multiple of mesh.{axes} ({parts})",
             f"change it, or shrink mesh.{axes}",
         )
+    check_context(model, train, mesh)
     if mesh.pipeline != -1:
         check_pipeline(model, train, config.pipeline, mesh.pipeline)
     require(
@@ -226,16 +234,25 @@ def resolve_backends(config: Config, platform: str) -> Config:
         "drop it, or keep the tensors with train.remat_save",
     )
     _check_expert_products(config, on_gpu)
-    if attention.backend != "auto":
-        return config
     call = AttentionCall(
         scale=1.0,
         softcap=attention.logit_softcap,
         dropout=attention.dropout,
         packed=config.data.separate_documents,
+        exchange=attention.exchange if config.mesh.context != 1 else None,
     )
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[config.precision]
-    cudnn = on_gpu and unsupported("cudnn", call, config.model.head_dim, dtype) is None
+    reason = unsupported("cudnn", call, config.model.head_dim, dtype)
+    if attention.backend != "auto":
+        require(
+            attention.backend != "cudnn" or reason is None,
+            "model.attention.backend",
+            "cudnn",
+            f"xla or auto, as cuDNN does not support {reason}",
+            "change one of them",
+        )
+        return config
+    cudnn = on_gpu and reason is None
     model = config.model.with_attention("cudnn" if cudnn else "xla")
     return dataclasses.replace(config, model=model)
 

@@ -4,11 +4,13 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass
+from typing import Any, get_args
 
 from mtjax.config.check import config_class
+from mtjax.config.model import Exchange
 from mtjax.config.pipeline import SCHEDULES, PipelineSchedule
 
-AXES = ("data", "fsdp", "pipeline", "expert", "tensor")
+AXES = ("data", "fsdp", "pipeline", "context", "expert", "tensor")
 """Mesh axes, outermost first: tensor innermost, on the fastest links."""
 
 
@@ -22,6 +24,9 @@ class MeshConfig:
     """Shards of weights, gradients and optimizer state (ZeRO-3); -1: the rest."""
     pipeline: int = 1
     """Stages that hold consecutive layers; see the settings in `pipeline`; -1: the rest."""
+    context: int = 1
+    """Shards of each sequence, keys and values exchanged as model.attention.exchange says; for
+    weights a further fsdp axis; -1: the rest."""
     expert: int = 1
     """Shards of the experts, tokens exchanged by all-to-all; elsewhere a second fsdp axis. Only
     for models with experts; -1: the rest."""
@@ -83,6 +88,7 @@ class Layout:
     microbatches: int | None
     schedule: PipelineSchedule | None
     chunks: int | None
+    exchange: Exchange | None = None
 
     @property
     def num_devices(self) -> int:
@@ -98,26 +104,28 @@ def parse_layout(text: str) -> Layout:
     """
     sizes: dict[str, int] = {}
     schedule: PipelineSchedule | None = None
+    exchange: Exchange | None = None
     names = (*AXES, "microbatches", "chunks")
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if name == "schedule":
-            schedule = _schedule(value, text)
+            schedule = _one_of(SCHEDULES, name, value, text)
+            continue
+        if name == "exchange":
+            exchange = _one_of(get_args(Exchange), name, value, text)
             continue
         if name not in names or not value.isdigit() or int(value) < 1:
-            close = difflib.get_close_matches(name, (*names, "schedule"), n=1)
+            close = difflib.get_close_matches(name, (*names, "schedule", "exchange"), n=1)
             hint = f"did you mean {close[0]}=N?" if close else f"names are {', '.join(names)}"
             raise ValueError(f"mesh: got {part!r} in {text!r}, expected name=size; {hint}")
         sizes[name] = int(value)
     microbatches, chunks = sizes.pop("microbatches", None), sizes.pop("chunks", None)
-    return Layout(text, MeshConfig(**sizes), microbatches, schedule, chunks)
+    return Layout(text, MeshConfig(**sizes), microbatches, schedule, chunks, exchange)
 
 
-def _schedule(name: str, text: str) -> PipelineSchedule:
-    for schedule in SCHEDULES:
-        if name == schedule:
-            return schedule
+def _one_of(choices: tuple[Any, ...], name: str, value: str, text: str) -> Any:
+    if value in choices:
+        return value
     raise ValueError(
-        f"mesh: got schedule {name!r} in {text!r}, expected one of {', '.join(SCHEDULES)}; "
-        "correct it"
+        f"mesh: got {name} {value!r} in {text!r}, expected one of {', '.join(choices)}; correct it"
     )

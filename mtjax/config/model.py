@@ -10,6 +10,7 @@ from mtjax.config.moe import Dispatcher, MoeConfig
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2"]
 AttentionBackend = Literal["auto", "xla", "cudnn"]
+Exchange = Literal["ring", "allgather", "ulysses"]
 
 GATED_ACTIVATIONS = ("swiglu", "geglu")
 
@@ -97,6 +98,11 @@ class AttentionConfig:
     """Share of attention weights zeroed in training, in [0, 1)."""
     backend: AttentionBackend = "auto"
     """Who computes it; auto takes cuDNN on GPU where it supports the features, else XLA."""
+    exchange: Exchange = "ring"
+    """How the shards of a sequence along mesh.context attend to each other. ring: keys and values
+    travel from neighbour to neighbour while each computes (Liu et al. 2023, arXiv 2310.01889).
+    allgather: every shard holds the keys and values of all. ulysses: two all-to-all exchange the
+    sequence for heads and back (Jacobs et al. 2023, arXiv 2309.14509)."""
 
     def __post_init__(self) -> None:
         kv = self.num_kv_heads
@@ -281,6 +287,11 @@ class ModelConfig:
     def with_attention(self, backend: AttentionBackend) -> "ModelConfig":
         """The same model with its attention computed by `backend`."""
         attention = dataclasses.replace(self.attention, backend=backend)
+        return dataclasses.replace(self, attention=attention)
+
+    def with_exchange(self, exchange: Exchange) -> "ModelConfig":
+        """The same model with the shards of a sequence attending to each other by `exchange`."""
+        attention = dataclasses.replace(self.attention, exchange=exchange)
         return dataclasses.replace(self, attention=attention)
 
     def with_dispatcher(self, dispatcher: Dispatcher) -> "ModelConfig":

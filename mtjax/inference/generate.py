@@ -41,9 +41,10 @@ def decoding_rules(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """How logical dims are laid out while decoding on the current mesh.
 
     One sequence: nothing to split by batch or sequence; heads and vocabulary stay split. Token by
-    token a pipeline would run one stage at a time, so its devices hold pieces of every layer.
+    token a pipeline would run one stage at a time, so its devices hold pieces of every layer; those
+    of the context axis hold pieces as in training, but every token.
     """
-    rules: dict[str, tuple[str, ...]] = {"batch": (), "seq_sp": (), "stages": ()}
+    rules: dict[str, tuple[str, ...]] = {"batch": (), "seq": (), "seq_sp": (), "stages": ()}
     embed = (*RULES["embed"], "pipeline")
     if model.embed_dim % math.prod(axis_size(axis) for axis in embed) == 0:
         rules["embed"] = embed

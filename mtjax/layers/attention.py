@@ -8,11 +8,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.config.model import ModelConfig
 from mtjax.layers.attention_backends import AttentionCall, attend
+from mtjax.layers.context import attend_across
 from mtjax.layers.dropout import fold_rows
 from mtjax.layers.linear import Linear
 from mtjax.layers.norm import RMSNorm
 from mtjax.layers.rope import apply_rope
-from mtjax.sharding import shard
+from mtjax.sharding import all_mesh_axes, shard
 
 
 class Cache(NamedTuple):
@@ -87,11 +88,11 @@ class Attention(nn.Module):
             dropout=config.dropout if inputs.keys is not None else 0.0,
             packed=inputs.segments is not None,
             cached=cache is not None,
+            exchange=config.exchange if all_mesh_axes("seq") else None,
         )
         keys_B = None if inputs.keys is None else fold_rows(inputs.keys, 0)
-        out_BTNH = attend(
-            config.backend, call, q_BTNH, k_BSKH, v_BSKH, inputs.segments, keys_B, offset
-        )
+        operands = (config.backend, call, q_BTNH, k_BSKH, v_BSKH, inputs.segments, keys_B)
+        out_BTNH = attend_across(*operands) if call.exchange else attend(*operands, offset)
         out_BTNH = checkpoint_name(shard(out_BTNH, *names), "attention_out")
         projection = Linear(
             (self.model.embed_dim,),

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mtjax.config.model import Exchange
 from mtjax.layers.dropout import keep_mask
 from mtjax.sharding import local_map
 
@@ -23,6 +24,8 @@ class AttentionCall:
     """Segment ids are given."""
     cached: bool = False
     """Keys are a buffer longer than the queries, at an offset known at run time."""
+    exchange: Exchange | None = None
+    """How shards of the sequence get at each other's keys; None: each holds all of it."""
 
 
 def unsupported(backend: str, call: AttentionCall, head_dim: int, dtype: Any) -> str | None:
@@ -30,8 +33,13 @@ def unsupported(backend: str, call: AttentionCall, head_dim: int, dtype: Any) ->
     if call.packed and call.cached:
         # The ids are the queries'; of the keys in the buffer none are known.
         return "packed documents with a cache"
+    if call.dropout > 0 and call.exchange not in (None, "allgather"):
+        # Masks are drawn for whole rows of the attention matrix.
+        return f"attention.dropout with the {call.exchange} exchange"
     if backend == "xla":
         return None
+    if call.exchange == "allgather":
+        return "the allgather exchange, where queries of a shard start amid the keys"
     # jax.nn's cuDNN path: fused attention, forward and backward, without an attention-logit
     # hook or a dropout argument.
     if call.softcap is not None:
@@ -62,20 +70,29 @@ def attend(
     Raises:
         ValueError: the backend does not support the call, or is still "auto".
     """
+    check_supported(backend, call, q_BTNH.shape[-1], q_BTNH.dtype)
+    if backend == "cudnn":
+        return _attend_cudnn(call, q_BTNH, k_BSKH, v_BSKH, segments_BT)
+    return _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset)
+
+
+def check_supported(backend: str, call: AttentionCall, head_dim: int, dtype: Any) -> None:
+    """Check that `backend` can compute `call`.
+
+    Raises:
+        ValueError: it can't, or is still "auto".
+    """
     if backend == "auto":
         raise ValueError(
             "attention.backend: got 'auto' inside the model, expected it resolved for the mesh's "
             "platform; use mtjax.config.resolve_backends(config, platform)"
         )
-    reason = unsupported(backend, call, q_BTNH.shape[-1], q_BTNH.dtype)
+    reason = unsupported(backend, call, head_dim, dtype)
     if reason:
         raise ValueError(
             f"attention.backend: got {backend!r}, which does not support {reason}; "
             "set attention.backend to xla or auto, or change that setting"
         )
-    if backend == "cudnn":
-        return _attend_cudnn(call, q_BTNH, k_BSKH, v_BSKH, segments_BT)
-    return _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset)
 
 
 def attention_mask(

@@ -67,19 +67,19 @@ linear_cross_entropy.defvjp(_forward, _backward)
 def _sums_and_gradients(config, with_gradients, x_BTD, table_VD, labels_BT, weights_BT):
     x_BTD = reshard(x_BTD, ("batch", "seq_sp", None), ("batch", "seq", None))
     table_VD = reshard(table_VD, ("vocab", "embed"), ("vocab", None))
-    outs: list[Names] = [("batch",), ("batch",)]
+    outs: list[Names] = [("token_shards",), ("token_shards",)]
     if with_gradients:
         # Partial sums leave with a leading device dim; the reduction below, under the
         # parameter's layout, is a reduce-scatter over fsdp.
-        outs += [("batch", "seq_sp", None), ("batch", "vocab", None)]
+        outs += [("batch", "seq_sp", None), ("token_shards", "vocab", None)]
     local = partial(_local, config, with_gradients, all_mesh_axes("vocab"))
     names = (("batch", "seq", None), ("vocab", None), ("batch", "seq"), ("batch", "seq"))
     total, ce, *gradients = local_map(local, names, outs)(x_BTD, table_VD, labels_BT, weights_BT)
     sums = LossSums(jnp.sum(total), jnp.sum(ce))
     if not with_gradients:
         return sums, None
-    dx_BTD, dtables_BVD = gradients
-    return sums, (dx_BTD, shard(jnp.sum(dtables_BVD, axis=0), "vocab", "embed"))
+    dx_BTD, dtables_XVD = gradients
+    return sums, (dx_BTD, shard(jnp.sum(dtables_XVD, axis=0), "vocab", "embed"))
 
 
 def _local(config, with_gradients, vocab_axes, x_BTD, table_VD, labels_BT, weights_BT):

@@ -1,6 +1,5 @@
 """The same steps on several layouts, compared number by number with one device."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mtjax.config import Config, PipelineConfig, resolve_backends, validate
+from mtjax.config import Config, on_layout, resolve_backends, validate
 from mtjax.config.layout import checked_layout
 from mtjax.config.mesh import Layout, MeshConfig
 from mtjax.sharding import make_mesh
@@ -129,7 +128,7 @@ def _relative(expected: list[float], got: list[float]) -> float:
 def parity(config: Config, layouts: Sequence[Layout], steps: int, tolerance: float | None) -> int:
     """Print a table of differences to one device; returns 1 if one is above the tolerance."""
     limit = TOLERANCES[config.precision] if tolerance is None else tolerance
-    base = dataclasses.replace(config, mesh=MeshConfig(), pipeline=PipelineConfig())
+    base = on_layout(config, Layout("one device", MeshConfig(), None, None, None))
     others = [checked_layout(config, layout) for layout in layouts]
     # What is wrong with a layout is said before the reference takes its time.
     for other, layout in zip(others, layouts, strict=True):

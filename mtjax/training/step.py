@@ -17,11 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 from mtjax.config import Config
 from mtjax.layers.dropout import row_keys
+from mtjax.layers.ring import zigzag_order
 from mtjax.parallel.stack import Extra, Params, run_model
 from mtjax.sharding import (
     axis_size,
     compute_dtypes,
     compute_shardings,
+    shard,
     spec,
     storage_shardings,
     sum_over_manual,
@@ -148,6 +150,27 @@ def gather_params(config: Config, setup: Setup, mesh: Mesh, params: Params) -> P
     )
 
 
+def in_exchange_order(config: Config, batch: StepInput) -> StepInput:
+    """The batch with the tokens of each row in the order that attention exchanges them in.
+
+    Decided here, once per step, so that data and checkpoints know nothing of it. Everything that
+    belongs to a token moves with it.
+    """
+    size = axis_size("context")
+    if size == 1 or config.model.attention.exchange != "ring":
+        return batch
+    order_T = zigzag_order(batch.tokens.shape[-1], size)
+
+    def reorder(x_MBT: jax.Array | None) -> jax.Array | None:
+        if x_MBT is None:
+            return None
+        # A few bytes per token: gathered whole, where indexing a split dim would be summed up.
+        return shard(shard(x_MBT, None, "batch", None)[:, :, order_T], None, "batch", "seq")
+
+    names = ("tokens", "labels", "weights", "positions", "segments")
+    return batch._replace(**{name: reorder(getattr(batch, name)) for name in names})
+
+
 def loss_and_gradients(
     config: Config,
     setup: Setup,
@@ -163,6 +186,7 @@ def loss_and_gradients(
     so that half-precision cotangents stay in range. Gradients have the layout of the state.
     """
     computed = gather_params(config, setup, mesh, params)
+    batch = in_exchange_order(config, batch)
     if axis_size("pipeline") > 1:
         return pipelined_loss_and_gradients(config, setup, mesh, computed, batch, key, scale)
     manual = axis_size("data") > 1
@@ -198,7 +222,7 @@ def evaluation_loss(
 ) -> jax.Array:
     """Sum of the cross entropy over the whole batch, every microbatch of it, without dropout."""
     computed = gather_params(config, setup, mesh, params)
-    batch = batch._replace(active=None)
+    batch = in_exchange_order(config, batch._replace(active=None))
     if axis_size("pipeline") > 1:
         return pipelined_sums(config, setup, mesh, computed, batch).cross_entropy
 

@@ -1,0 +1,231 @@
+"""Ring attention: keys and values travel, queries stay (Liu et al. 2023, arXiv 2310.01889).
+
+The sequence is cut in 2C chunks, and shard r of C holds chunks r and 2C-1-r, so that each has the
+same share of the causal triangle. At home a shard attends within its own two chunks; at each other
+stop of the ring exactly two pairs of chunks lie below the diagonal, which are stacked in the batch:
+shapes are static and nothing is computed in vain. `c` in a shape is one chunk, U one pair's batch.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtjax.layers.attention_backends import AttentionCall
+from mtjax.layers.ring_blocks import block_backward, block_forward
+
+
+def zigzag_order(num_tokens: int, num_shards: int) -> np.ndarray:
+    """Index [T] of the token at each place, such that even shards hold chunks r and 2C-1-r."""
+    chunks = np.arange(num_tokens).reshape(2 * num_shards, -1)
+    pairs = [(r, 2 * num_shards - 1 - r) for r in range(num_shards)]
+    return np.concatenate([chunks[index] for pair in pairs for index in pair])
+
+
+def ring_attention(
+    backend: str,
+    call: AttentionCall,
+    axis: str,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segments_BT: jax.Array | None,
+) -> jax.Array:
+    """Attention [B, T, N, H] of one shard, in zigzag order, where `axis` is manual.
+
+    Keys and values go round as one array in both passes, blocks are merged in float32 by their
+    log-sum-exp, and the backward pass of each block uses the output and log-sum-exp of all.
+    """
+    return _ring(backend, call, axis, q_BTNH, k_BTKH, v_BTKH, segments_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _ring(backend, call, axis, q, k, v, segments):
+    return _forward(backend, call, axis, q, k, v, segments)[0]
+
+
+def _ring_forward(backend, call, axis, q, k, v, segments):
+    out, lse = _forward(backend, call, axis, q, k, v, segments)
+    return out, (q, k, v, segments, out, lse)
+
+
+class _Travelling(NamedTuple):
+    """What goes round: keys and values [2, B, T, K, H], and their documents [B, T] or None."""
+
+    kv: jax.Array
+    segments: Any
+
+    def send(self, axis: str) -> "_Travelling":
+        return jax.tree.map(lambda leaf: _send(leaf, axis), self)
+
+
+def _send(x: jax.Array, axis: str) -> jax.Array:
+    size = jax.lax.axis_size(axis)
+    return jax.lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+
+
+def _send_with(here: _Travelling, dkv: jax.Array, axis: str) -> tuple[_Travelling, jax.Array]:
+    """Send keys and values, and float32 gradients of their shape, as one array of bits.
+
+    Of two permutes at a time XLA overlaps one. Integers, because casts quieten NaNs.
+    """
+    kv = here.kv
+    unsigned = {2: jnp.uint16, 4: jnp.uint32}[kv.dtype.itemsize]
+    head_dim = kv.shape[-1]
+    bits = jax.lax.bitcast_convert_type(dkv, unsigned).reshape(*kv.shape[:-1], -1)
+    both = jnp.concatenate([jax.lax.bitcast_convert_type(kv, unsigned), bits], axis=-1)
+    both = _send(both, axis)
+    parts = both[..., head_dim:].reshape(*dkv.shape, -1)
+    dkv = jax.lax.bitcast_convert_type(parts[..., 0] if parts.shape[-1] == 1 else parts, dkv.dtype)
+    kv = jax.lax.bitcast_convert_type(both[..., :head_dim], kv.dtype)
+    segments = jax.tree.map(lambda leaf: _send(leaf, axis), here.segments)
+    return _Travelling(kv, segments), dkv
+
+
+def _forward(backend, call, axis, q, k, v, segments):
+    """Output [B, T, N, H] and log-sum-exp [B, N, T]."""
+    size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    home = _Travelling(jnp.stack((k, v)), segments)
+    coming = home.send(axis)
+    mask = _home_mask(call, size, rank, q.shape[1] // 2, segments)
+    out, lse = block_forward(backend, call, q, k, v, mask, causal=True)
+    (out_a, out_b), (lse_a, lse_b) = _halves(out, 1), _halves(lse, 2)
+    for step in range(1, size):
+        # The barrier keeps a permute from running ahead of the block that it overlaps with.
+        here, out_b = jax.lax.optimization_barrier((coming, out_b))
+        if step + 1 < size:
+            coming = here.send(axis)
+        earlier = step <= rank
+        pairs = _pairs(call, size, rank, step, q, segments, here)
+        both, both_lse = block_forward(
+            backend, call, pairs.q, pairs.k, pairs.v, pairs.mask, causal=False
+        )
+        (first, second), (first_lse, second_lse) = _halves(both, 0), _halves(both_lse, 0)
+        out_b, lse_b = _merge(out_b, lse_b, first, first_lse)
+        target, target_lse = _pick(earlier, out_a, out_b), _pick(earlier, lse_a, lse_b)
+        new, new_lse = _merge(target, target_lse, second, second_lse)
+        out_a, lse_a = _pick(earlier, new, out_a), _pick(earlier, new_lse, lse_a)
+        out_b, lse_b = _pick(earlier, out_b, new), _pick(earlier, lse_b, new_lse)
+    out = jnp.concatenate([out_a, out_b], axis=1).astype(q.dtype)
+    return out, jnp.concatenate([lse_a, lse_b], axis=2)
+
+
+def _ring_backward(backend, call, axis, residuals, dout):
+    q, k, v, segments, out, lse = residuals
+    size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    home = _Travelling(jnp.stack((k, v)), segments)
+    coming = home.send(axis)
+    mask = _home_mask(call, size, rank, q.shape[1] // 2, segments)
+    dq, dk, dv = block_backward(backend, call, q, k, v, mask, out, lse, dout, causal=True)
+    dq_a, dq_b = _halves(dq, 1)
+    dkv = jnp.stack((dk, dv))
+    for step in range(1, size):
+        here, dq_b = jax.lax.optimization_barrier((coming, dq_b))
+        # Gradients travel with what they belong to, one block behind.
+        if step + 1 < size:
+            coming, dkv = _send_with(here, dkv, axis)
+        else:
+            dkv = _send(dkv, axis)
+        earlier = step <= rank
+        pairs = _pairs(call, size, rank, step, q, segments, here)
+        both = [_two(earlier, t, 1) for t in (out, dout)]
+        gradients = block_backward(
+            backend, call, pairs.q, pairs.k, pairs.v, pairs.mask,
+            both[0], _two(earlier, lse, 2), both[1], causal=False,
+        )  # fmt: skip
+        (dq_1, dq_2), (dk_1, dk_2), (dv_1, dv_2) = (_halves(g, 0) for g in gradients)
+        dq_a += _pick(earlier, dq_2, jnp.zeros_like(dq_2))
+        dq_b += dq_1 + _pick(earlier, jnp.zeros_like(dq_2), dq_2)
+        first, second = jnp.stack((dk_1, dv_1)), jnp.stack((dk_2, dv_2))
+        none = jnp.zeros_like(second)
+        added = [first + _pick(earlier, second, none), _pick(earlier, none, second)]
+        dkv += jnp.concatenate(added, axis=2)
+    dk, dv = _send(dkv, axis)
+    dq = jnp.concatenate([dq_a, dq_b], axis=1)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+class _Pairs(NamedTuple):
+    """Two pairs of chunks, stacked in the batch: U = 2B."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    mask: jax.Array | None
+
+
+def _pairs(call, size, rank, step, q, segments, here: _Travelling) -> _Pairs:
+    """The later own chunk with the visitor's first; then, of a visitor from an earlier shard, the
+    first own chunk with its first, else the later own chunk with its later one."""
+    earlier = step <= rank
+    k, v = here.kv
+    (k_1, k_2), (v_1, v_2) = _halves(k, 1), _halves(v, 1)
+    keys = jnp.concatenate([k_1, _pick(earlier, k_1, k_2)])
+    values = jnp.concatenate([v_1, _pick(earlier, v_1, v_2)])
+    mask = None
+    length = q.shape[1] // 2
+    if call.window:
+        source = (rank - step) % size
+        last = 2 * size - 1
+        apart = jnp.stack([last - rank - source, _pick(earlier, rank - source, source - rank)])
+        near = _near(call, length)(apart * length)
+        mask = jnp.repeat(near, q.shape[0], axis=0)
+    if segments is not None:
+        own = _two(earlier, segments, 1)
+        theirs = _halves(here.segments, 1)
+        theirs = jnp.concatenate([theirs[0], _pick(earlier, *theirs)])
+        mask = _and(mask, own[:, :, None] == theirs[:, None, :])
+    return _Pairs(_two(earlier, q, 1), keys, values, mask)
+
+
+def _home_mask(call, size, rank, length, segments) -> jax.Array | None:
+    """Who sees whom within the own chunks [B or 1, T, T], beyond causality; None: everyone."""
+    mask = None
+    if call.window:
+        last = 2 * size - 1
+        chunk = jnp.array([rank, last - rank])
+        index = (chunk[:, None] * length + jnp.arange(length)).reshape(-1)
+        mask = (index[:, None] - index[None, :] < call.window)[None]
+    if segments is not None:
+        mask = _and(mask, segments[:, :, None] == segments[:, None, :])
+    return mask
+
+
+def _near(call: AttentionCall, length: int):
+    """[X] tokens between the starts of two chunks -> within the window, [X, c, c]."""
+    index = jnp.arange(length)
+    inside = index[:, None] - index[None, :]
+    return lambda apart_X: inside + apart_X[:, None, None] < call.window
+
+
+def _and(a: jax.Array | None, b: jax.Array) -> jax.Array:
+    return b if a is None else a & b
+
+
+def _merge(out, lse, other, other_lse):
+    """Two softmax averages over different keys as one, float32; lse [B, N, c]."""
+    total = jnp.logaddexp(lse, other_lse)
+
+    def share(part):
+        return jnp.swapaxes(jnp.exp(part - total), 1, 2)[..., None]
+
+    return out * share(lse) + other * share(other_lse), total
+
+
+def _two(earlier, x, axis):
+    """The later half, and the first or the later one, stacked in the batch."""
+    first, later = _halves(x, axis)
+    return jnp.concatenate([later, _pick(earlier, first, later)])
+
+
+def _halves(x, axis):
+    return jnp.split(x, 2, axis=axis)
+
+
+def _pick(condition, a, b):
+    return jnp.where(condition, a, b)
