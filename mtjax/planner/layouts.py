@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from mtjax.config import Config, validate
+from mtjax.config import AttentionConfig, Config, validate
 from mtjax.config.mesh import AXES, MeshConfig
 from mtjax.planner.memory import estimate_memory, padded_params
 from mtjax.planning.flops import count_expert_params
@@ -52,10 +52,13 @@ def candidates(config: Config, num_devices: int) -> tuple[list[Candidate], int]:
     for sizes in factorisations(num_devices, len(AXES)):
         mesh = MeshConfig(**dict(zip(AXES, sizes, strict=True)))
         rows = config.train.batch_size // (mesh.data * mesh.fsdp * mesh.expert)
+        model = config.model
+        if mesh.context == 1:
+            model = model.with_exchange(AttentionConfig().exchange)
         microbatches = math.gcd(config.train.microbatches, max(rows, 1))
         train = dataclasses.replace(config.train, microbatches=microbatches)
         try:
-            other = validate(dataclasses.replace(config, mesh=mesh, train=train))
+            other = validate(dataclasses.replace(config, model=model, mesh=mesh, train=train))
         except ValueError:
             invalid += 1
             continue
@@ -71,34 +74,60 @@ def sent_bytes(config: Config) -> float:
     tensor: four gathers and four scatters of the activations per block, recomputation apart
     (Korthikanti et al. 2022). expert: it splits other weights as fsdp does, and tokens go out and
     back twice (Lepikhin et al. 2020). data: one gather in two bytes, one scatter in four per step.
+    context: it splits weights as fsdp does, and exchanges keys and values, see `_exchanged_bytes`.
     pipeline: each pass of a chunk sends the residual stream on; it is summed over the stages behind
     the embedding and before the loss, and on the way back.
     """
     model, train, mesh = config.model, config.train, config.mesh
     weights = padded_params(model) / mesh.pipeline
     experts = count_expert_params(model) / mesh.pipeline
-    tokens = train.batch_size * train.seq_len / (mesh.data * mesh.fsdp * mesh.expert)
-    shards = mesh.fsdp * mesh.expert * mesh.tensor
+    replicas = mesh.data * mesh.fsdp * mesh.context * mesh.expert
+    tokens = train.batch_size * train.seq_len / replicas
+    shards = mesh.fsdp * mesh.context * mesh.expert * mesh.tensor
     experts_per_device = experts / (mesh.expert * mesh.tensor)
 
-    def share(size: int) -> float:
-        return (size - 1) / size
-
-    fsdp = share(mesh.fsdp * mesh.expert) * (weights - experts) / mesh.tensor
-    fsdp += share(mesh.fsdp) * experts_per_device
+    fsdp = _share(mesh.fsdp * mesh.context * mesh.expert) * (weights - experts) / mesh.tensor
+    fsdp += _share(mesh.fsdp) * experts_per_device
     tensor = (
-        share(mesh.tensor) * 8 * 2 * model.num_layers * tokens * model.embed_dim / mesh.pipeline
+        _share(mesh.tensor) * 8 * 2 * model.num_layers * tokens * model.embed_dim / mesh.pipeline
     )
     layers = sum(model.moe.has_experts(layer) for layer in range(model.num_layers))
     moved = 4 * 2 * layers * tokens * model.moe.top_k * model.embed_dim / mesh.tensor
     pipeline = 0.0
     if mesh.pipeline > 1:
-        passes = 2 * config.pipeline.chunks + 4 * 2 * share(mesh.pipeline)
+        passes = 2 * config.pipeline.chunks + 4 * 2 * _share(mesh.pipeline)
         pipeline = passes * 2 * tokens * model.embed_dim / mesh.tensor
     return (
         3 * 2 * train.microbatches * fsdp
         + tensor
         + pipeline
-        + share(mesh.expert * mesh.tensor) * moved
-        + share(mesh.data) * (2 + 4) * weights / shards
+        + _exchanged_bytes(config, tokens)
+        + _share(mesh.expert * mesh.tensor) * moved
+        + _share(mesh.data) * (2 + 4) * weights / shards
     )
+
+
+def _share(size: int) -> float:
+    """What each of `size` devices sends of an array that all gather, or that is scattered."""
+    return (size - 1) / size
+
+
+def _exchanged_bytes(config: Config, tokens: float) -> float:
+    """What attention sends between the shards of sequences; `tokens` are those of one device.
+
+    ring: keys and values go round forward and backward, their gradients in four bytes on the way
+    back (Liu et al. 2023). allgather: one gather and one scatter. ulysses: queries, keys, values
+    and output are exchanged in both directions (Jacobs et al. 2023). Recomputation apart.
+    """
+    model, mesh = config.model, config.mesh
+    size = mesh.context
+    if size == 1:
+        return 0.0
+    per_head = tokens * model.head_dim * model.num_layers / mesh.tensor / mesh.pipeline
+    kv, queries = 2 * model.num_kv_heads * per_head, model.attention.num_heads * per_head
+    if model.attention.exchange == "ring":
+        return (size - 1) * (2 + 2) * kv + size * 4 * kv
+    if model.attention.exchange == "allgather":
+        return (size - 1) * (2 + 2) * kv
+    copies = max(1.0, size * mesh.tensor / model.num_kv_heads)
+    return 2 * 2 * _share(size) * (2 * queries + copies * kv)

@@ -19,7 +19,7 @@ _MOMENT_BYTES = {"adamw": 8, "lion": 4, "muon": 4, "sgd": 4, "adafactor": 0}
 def estimate_memory(config: Config) -> dict[str, float]:
     """Bytes per device by part, largest moment of the step. The mesh must be resolved."""
     mesh = config.mesh
-    shards = mesh.fsdp * mesh.pipeline * mesh.expert * mesh.tensor
+    shards = mesh.fsdp * mesh.pipeline * mesh.context * mesh.expert * mesh.tensor
     local = padded_params(config.model) / shards
     compute = _COMPUTE_BYTES[config.precision]
     stored = 4 + _MOMENT_BYTES[config.optimizer.name]
@@ -68,7 +68,7 @@ def _table_params(model: ModelConfig) -> int:
 def _tokens(config: Config) -> float:
     """Tokens that pass through a device's layers at a time."""
     train, mesh = config.train, config.mesh
-    replicas = mesh.data * mesh.fsdp * mesh.expert
+    replicas = mesh.data * mesh.fsdp * mesh.context * mesh.expert
     return train.batch_size * train.seq_len / train.microbatches / replicas
 
 
@@ -107,7 +107,26 @@ def _block_bytes(config: Config) -> float:
     # Input and cotangent, each with a transpose, and the input gradients of query, key and value.
     attention = tokens * (7 * model.embed_dim + 2 * heads / mesh.tensor)
     table = 4 * model.padded_vocab_size * model.embed_dim / mesh.tensor / mesh.pipeline
+    attention += _exchanged_elements(config)
     return compute * (max(mlp, attention) + _gathered_elements(config)) + table
+
+
+def _exchanged_elements(config: Config) -> float:
+    """What the exchange between shards of a sequence adds to a backward pass of attention."""
+    model, mesh = config.model, config.mesh
+    if mesh.context == 1:
+        return 0.0
+    kv = _tokens(config) * 2 * model.num_kv_heads * model.head_dim / mesh.tensor
+    queries = _tokens(config) * model.attention.num_heads * model.head_dim / mesh.tensor
+    exchange = model.attention.exchange
+    if exchange == "allgather":
+        return 2 * mesh.context * kv
+    if exchange == "ulysses":
+        # Query, output and its cotangent, keys and values, on both sides of the all-to-alls.
+        return 3 * queries + 2 * kv
+    # In float32, two elements each: the query gradient, and those of keys and values; two chunks
+    # of query, output and its cotangent stacked; keys, values and gradients that travel.
+    return 2 * (queries + 2 * kv) + 3 * queries + 4 * kv
 
 
 def _experts_elements(config: Config) -> float:
@@ -126,8 +145,8 @@ def _gathered_elements(config: Config) -> float:
     layers = model.num_layers
     experts = count_expert_params(model) / layers
     dense = (count_params(model) - _table_params(model)) / layers - experts
-    gathered = dense / mesh.tensor if mesh.fsdp * mesh.expert > 1 else 0.0
-    if mesh.fsdp > 1:
+    gathered = dense / mesh.tensor if mesh.fsdp * mesh.context * mesh.expert > 1 else 0.0
+    if mesh.fsdp * mesh.context > 1:
         gathered += experts / (mesh.expert * mesh.tensor)
     return 2 * gathered
 
@@ -136,7 +155,8 @@ def _loss_bytes(config: Config) -> float:
     """The loss: table and its float32 gradient, one chunk of logits twice, two hidden states."""
     model, train, mesh = config.model, config.train, config.mesh
     tokens, compute = _tokens(config), _COMPUTE_BYTES[config.precision]
-    chunk = tokens / train.seq_len * min(train.loss_chunk, train.seq_len)
+    local = train.seq_len / mesh.context
+    chunk = tokens / local * min(train.loss_chunk, local)
     vocab = model.padded_vocab_size / mesh.tensor / mesh.pipeline
     logits = 2 * compute * chunk * vocab
     return (4 + compute) * vocab * model.embed_dim + logits + 2 * compute * tokens * model.embed_dim

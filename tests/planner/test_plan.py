@@ -20,7 +20,7 @@ from mtjax.config import (
 )
 from mtjax.planner import place as place_module
 from mtjax.planner.changes import smaller, try_changes
-from mtjax.planner.layouts import candidates, factorisations
+from mtjax.planner.layouts import candidates, factorisations, sent_bytes
 from mtjax.planner.memory import estimate_memory
 from mtjax.planner.page import to_html
 from mtjax.planner.place import Place, parse_place
@@ -111,6 +111,16 @@ def test_the_formula_of_memory_follows_megatron():
     # Korthikanti et al. 2022: full recomputation keeps 2sbh per layer.
     saved = estimate_memory(on_mesh())["saved activations"]
     assert saved == 2 * SEQ * (BATCH / 2) * EMBED * LAYERS
+
+
+def test_formulas_of_split_sequences():
+    """As fsdp for weights and tokens; keys and values go round on top."""
+    whole, split = on_mesh(fsdp=2), on_mesh(context=2)
+    for name in ("parameters and optimizer", "gradients", "saved activations"):
+        assert estimate_memory(split)[name] == estimate_memory(whole)[name]
+    kv = 2 * LAYERS * EMBED * SEQ * BATCH / 2
+    # Ring of two: once in bf16 each way, and the gradients twice in float32.
+    assert sent_bytes(split) - sent_bytes(whole) == pytest.approx((2 + 2 + 2 * 4) * kv)
 
 
 def small_gpu(gib):
