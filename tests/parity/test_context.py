@@ -45,7 +45,6 @@ MIXED = "fsdp=2,context=2,tensor=2"
 PACKED = "packed, windows, softcap"
 
 CASES = [
-    ("plain", "context=8", "ring"),
     (PACKED, "data=2,context=4,microbatches=4", "ring"),
     (PACKED, MIXED, "ring"),
     ("plain", "pipeline=2,context=2,tensor=2,microbatches=4", "ring"),
@@ -54,9 +53,9 @@ CASES = [
     ("residual dropout", "context=4,microbatches=4", "ulysses"),
     (PACKED, MIXED, "ulysses"),
 ]
-SLOW = [("plain", f"context={size}", exchange) for size in (2, 4) for exchange in EXCHANGES]
-SLOW += [("plain", "context=8", exchange) for exchange in ("allgather", "ulysses")]
-SLOW += [
+SLOW = [("plain", "context=8", exchange) for exchange in EXCHANGES]
+NIGHTLY = [("plain", f"context={size}", exchange) for size in (2, 4) for exchange in EXCHANGES]
+NIGHTLY += [
     (feature, "data=2,context=4,microbatches=4", exchange)
     for exchange in EXCHANGES
     for feature in ("plain", PACKED)
@@ -71,6 +70,7 @@ SLOW += [
     ("packed, window", "fsdp=2,pipeline=2,context=2,microbatches=4", "ring"),
 ]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+CASES += [pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY]
 
 
 @pytest.mark.parametrize(("feature", "layout", "exchange"), CASES)
