@@ -138,7 +138,7 @@ def test_a_block_passes_nothing_back_in_time_or_across_a_window():
         params = block.init(jax.random.key(1), x, read)
 
         def outputs(x):
-            out, _ = block.apply(params, x, read)
+            out, *_ = block.apply(params, x, read)
             return jnp.sum(jnp.square(out), axis=(0, 2))
 
         return jax.jacrev(outputs)(x)
