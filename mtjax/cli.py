@@ -25,7 +25,7 @@ from mtjax.config.sampling import SamplingConfig
 from mtjax.operation.faults import EarlyEnd
 from mtjax.operation.folder import check_folder
 from mtjax.options import check_words, parse
-from mtjax.recipes import Origin, load_recipe, override_flags, recipe_folders, trace
+from mtjax.recipes import Origin, load_recipe, recipe_folders, trace
 
 USAGE = """\
 mtjax: train large transformers in JAX, with the same numbers on any device layout
@@ -98,13 +98,14 @@ class PlanCommand:
     """GPUs as <gpu>:<hosts>x<GPUs per host>, such as h200:32x8; <gpu> may be a TOML file; cpu:8
     takes virtual CPU devices."""
     search: bool = False
-    """Try meshes for the target, rank them by estimated tokens/s and print the best command."""
-    max_compiles: int = 12
-    """Meshes that a search compiles at most; those with least communication come first."""
+    """Try meshes for the target, rank them by estimated tokens/s and print the best command. Axes
+    given on the command line (--mesh.tensor 8) keep their size."""
+    max_compiles: int | None = None
+    """Meshes that a search compiles at most, least communication first; None is 12."""
     time_limit_s: float = 900.0
     """Seconds one compile may take."""
     output: str = ""
-    """Folder for plan.json and plan.html; empty takes run.directory/plan."""
+    """Folder for plan.json and plan.html, or search.json; empty takes run.directory/plan."""
 
 
 def _train(command: TrainCommand, origin: Origin) -> int:
@@ -154,22 +155,25 @@ def _parity(command: ParityCommand, origin: Origin) -> int:
 def _plan(command: PlanCommand, origin: Origin) -> int:
     if not command.target:
         raise ValueError("--target: got none, expected a cluster; write for example h200:1x8")
-    if command.max_compiles < 1 or command.time_limit_s <= 0:
-        raise ValueError(
-            f"--max-compiles, --time-limit-s: got {command.max_compiles}, {command.time_limit_s}, "
-            "expected positive numbers; leave them out for the defaults"
-        )
-    if not command.search:
-        option = "--output" if command.output else "run.directory"
-        check_folder(command.output or f"{command.config.run.directory}/plan", option)
+    compiles, limit_s = command.max_compiles, command.time_limit_s
+    require(0 < limit_s < 1e6, "--time-limit-s", limit_s, "seconds in (0, 1e6)", "try 900")
+    require(
+        compiles is None or (compiles > 0 and command.search),
+        "--max-compiles",
+        compiles,
+        "a positive number, and --search",
+        "drop it",
+    )
+    option = "--output" if command.output else "run.directory"
+    check_folder(command.output or f"{command.config.run.directory}/plan", option)
     # The devices that count are the target's; this process only reads what compilers wrote.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from mtjax.planner.command import plan, search
 
     if not command.search:
-        return plan(command.config, command.target, command.time_limit_s, command.output)
-    words = f"python launch.py --config {origin.recipe} {override_flags(origin.fields)}".rstrip()
-    return search(command.config, command.target, command.max_compiles, command.time_limit_s, words)
+        return plan(command.config, command.target, limit_s, command.output)
+    output = command.output
+    return search(command.config, command.target, compiles or 12, limit_s, output, origin)
 
 
 def _want_cpu_devices(count: int) -> None:

@@ -140,7 +140,7 @@ def _fields_by_class(cls: Any) -> dict[str, list[str]]:
 
 def trace(recipe: Config, path: Path, config: Config) -> list[Provenance]:
     """Where each field of `config` that is not at its default came from: recipe or command line."""
-    changed = _differences(recipe, config, "command line")
+    changed = _differences(recipe, config, COMMAND_LINE)
     overridden = {p.field for p in changed}
     by_recipe = _differences(Config(), config, str(path))
     return [p for p in by_recipe if p.field not in overridden] + changed
@@ -155,7 +155,7 @@ def override_flags(provenance: Sequence[Provenance]) -> str:
     """The overrides of a command line, as they may be typed again; those of the mesh left out."""
     words = []
     for entry in provenance:
-        if entry.source != "command line" or entry.field.startswith("mesh."):
+        if entry.source != COMMAND_LINE or entry.field.startswith("mesh."):
             continue
         parent, _, name = entry.field.replace("_", "-").rpartition(".")
         values = entry.value if isinstance(entry.value, tuple) else (entry.value,)
@@ -163,6 +163,10 @@ def override_flags(provenance: Sequence[Provenance]) -> str:
             name, values = (name if entry.value else f"no-{name}"), ()
         words += [f"--{parent}.{name}" if parent else f"--{name}", *map(str, values)]
     return shlex.join(words)
+
+
+COMMAND_LINE = "command line"
+"""Source of what was given there."""
 
 
 def _differences(base: Any, config: Any, source: str, prefix: str = "") -> list[Provenance]:

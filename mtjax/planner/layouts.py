@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from mtjax.config import AttentionConfig, Config, validate
 from mtjax.config.mesh import AXES, MeshConfig
@@ -42,15 +42,19 @@ def factorisations(num_devices: int, num_axes: int) -> Iterator[tuple[int, ...]]
             yield (size, *rest)
 
 
-def candidates(config: Config, num_devices: int) -> tuple[list[Candidate], int]:
+def candidates(
+    config: Config, num_devices: int, fixed: Mapping[str, int]
+) -> tuple[list[Candidate], int]:
     """Valid layouts on `num_devices` devices, least communication first, and how many are not.
 
-    The mesh varies. Microbatches stay as they are, or become the most that the batch allows where
-    it has too few rows for them.
+    The mesh varies, but for the axes whose size is `fixed`. Microbatches stay as they are, or
+    become the most that the batch allows where it has too few rows for them.
     """
     found, invalid = [], 0
     for sizes in factorisations(num_devices, len(AXES)):
         mesh = MeshConfig(**dict(zip(AXES, sizes, strict=True)))
+        if any(mesh.sizes[axis] != size for axis, size in fixed.items()):
+            continue
         rows = config.train.batch_size // (mesh.data * mesh.fsdp * mesh.expert)
         model = config.model
         if mesh.context == 1:

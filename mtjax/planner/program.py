@@ -115,12 +115,15 @@ def _param_rows(boxes: Any, mesh: Any) -> tuple[ParamRow, ...]:
     """Layouts of the parameters, most parameters first."""
     import jax
 
-    from mtjax.sharding import compute_shardings, is_boxed
+    from mtjax.sharding import is_boxed, storage_shardings
+
+    # Blocks whose layers no even cut gives to the stages lie in pieces over the pipeline.
+    used = storage_shardings(boxes, mesh, axes=("pipeline",))
 
     total: Counter[tuple[str, str]] = Counter()
     local: Counter[tuple[str, str]] = Counter()
     leaves = jax.tree.leaves(boxes, is_leaf=is_boxed)
-    for box, sharding in zip(leaves, jax.tree.leaves(compute_shardings(boxes, mesh)), strict=True):
+    for box, sharding in zip(leaves, jax.tree.leaves(used), strict=True):
         shape = box.value.shape
         entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
         axes = " ".join("*".join((e,) if isinstance(e, str) else e or "-") for e in entries)

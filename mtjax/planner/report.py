@@ -39,7 +39,7 @@ class PipelinePart:
     bubble_ratio: float
     """Share of the time in which a stage waits, all passes taken as equally long."""
     num_slots: int
-    """Microbatches whose activations a stage holds at once, at most."""
+    """Passes of a chunk whose activations a stage holds at once, at most."""
     forward: tuple[tuple[int, ...], ...]
     """Microbatch that goes forward, by tick and stage; -1 where none does."""
     backward: tuple[tuple[int, ...], ...]
@@ -228,7 +228,8 @@ def _pipeline(config: Config) -> PipelinePart | None:
         num_chunks=schedule.num_chunks,
         layers=tuple(zip(firsts, counts, strict=False)),
         bubble_ratio=schedule.bubble_ratio,
-        num_slots=schedule.num_slots,
+        # A place that idle stages write to is not counted.
+        num_slots=min(schedule.num_slots, schedule.num_microbatches * schedule.num_chunks),
         forward=tuple(map(tuple, schedule.forward.microbatch.tolist())),
         backward=tuple(map(tuple, schedule.backward.microbatch.tolist())),
     )
@@ -340,7 +341,9 @@ def expansions(summary: ProgramSummary, asked_flops: Mapping[str, float]) -> tup
         asked, flops = asked_flops.get(primitive, 0.0), sum(g.flops for g in gemms)
         if flops > _EXPANDED_RATIO * asked:
             largest = max(gemms, key=lambda gemm: gemm.flops)
-            reason = "expanded over all groups" if "ragged" in primitive else "replicated or padded"
+            reason = "replicated, padded, or recomputed by XLA to save memory"
+            if "ragged" in primitive:
+                reason = "expanded over all groups"
             times = f"{flops / asked:.1f} x the" if asked else "only unasked"
             warnings.append(
                 f"{primitive}: {times} FLOPs that the step asks for ({flops / 1e12:.1f} TFLOP), "

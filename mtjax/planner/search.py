@@ -1,7 +1,9 @@
 """`launch.py plan --search`: compile the likely layouts and rank them."""
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Mapping
 
 from mtjax.config import Config
 from mtjax.operation.progress import format_count
@@ -32,9 +34,21 @@ class Ranking:
     """Meshes that the config does not divide by."""
 
 
-def search_layouts(config: Config, place: Place, max_compiles: int, time_limit_s: float) -> Ranking:
-    """Compile the layouts that may fit, least communication first; progress goes to stderr."""
-    found, invalid = candidates(config, place.num_devices)
+def search_layouts(
+    config: Config,
+    place: Place,
+    max_compiles: int,
+    time_limit_s: float,
+    fixed: Mapping[str, int] | None = None,
+) -> Ranking:
+    """Compile the layouts that may fit, least communication first; progress goes to stderr.
+
+    The config's own mesh comes first, if it uses the devices. Axes in `fixed` keep their size.
+    """
+    found, invalid = candidates(config, place.num_devices, fixed or {})
+    with contextlib.suppress(ValueError):
+        own = place.resolve(config)
+        found.sort(key=lambda c: c.config != own)
     capacity = place.capacity_bytes
     too_large = [c for c in found if capacity and c.memory_bytes > _MARGIN * capacity]
     likely = [c for c in found if c not in too_large]
@@ -83,10 +97,16 @@ def ranking_text(ranking: Ranking, command: str) -> str:
     if ranking.invalid:
         lines.append(f"{ranking.invalid} meshes left out: the config does not divide by them")
     best = next((c for c, plan in ranking.tried if plan.memory.fits is not False), None)
-    if best is None:
-        lines.append("nothing fits: use more devices, train.remat full, or more microbatches")
+    if not ranking.tried:
+        remedy = "use more devices or a smaller model"
+        if ranking.failed:
+            remedy = "raise --time-limit-s, or see the reasons above"
+        lines.append(f"no layout was compiled: {remedy}")
+    elif best is None:
+        lines.append("none of these fits: use more devices, more microbatches or train.remat full")
     else:
-        lines.append(f"best:\n  {command} {best.flags}")
+        order = "tokens/s" if ranking.tried[0][1].time else "memory, since no rates are known,"
+        lines.append(f"best by {order} of {len(ranking.tried)} tried:\n  {command} {best.flags}")
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ from mtjax.planner.report import PipelinePart, Plan
 from mtjax.planning.flops import CONVENTION
 
 GIB = 2**30
+_UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def to_json(plan: Plan) -> str:
@@ -41,6 +42,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(map(line, (head, *rows)))
 
 
+def unit_for(num_bytes: float) -> tuple[str, int]:
+    """Name and size of the binary unit in which a number of bytes reads best."""
+    return next(((name, size) for name, size in _UNITS if num_bytes >= size), ("B", 1))
+
+
 def changes_text(plan: Plan) -> str:
     """What was tried because the step does not fit."""
     rows = [
@@ -61,13 +67,15 @@ def _layout(plan: Plan) -> str:
     layout = plan.layout
     mesh = ", ".join(f"{axis}={size}" for axis, size in layout.mesh.items()) or "one device"
     rows = [(row.names, row.axes, f"{row.count:,}", f"{row.per_device:,}") for row in layout.rows]
+    data = layout.mesh.get("data", 1) > 1
     stages = "" if layout.pipeline is None else _stages(layout.pipeline)
     return (
         f"Layout: {mesh} on {layout.num_devices} devices, {layout.microbatches} microbatches\n"
         f"  {layout.params:,} parameters"
         f"{f' ({layout.active_params:,} active)' if layout.active_params != layout.params else ''}"
         f"{f' and {layout.padding_params:,} of padding' if layout.padding_params else ''}, "
-        f"{layout.params_per_device:,} per device\n"
+        f"{layout.params_per_device:,} per device as layers use them\n"
+        + ("  masters and optimizer state are also split over data\n" if data else "")
         + stages
         + table(("logical dims", "mesh axes", "parameters", "per device"), rows)
     )
@@ -75,9 +83,10 @@ def _layout(plan: Plan) -> str:
 
 def _stages(pipeline: PipelinePart) -> str:
     """The layers of each stage, and what the schedule costs."""
+    chunked = pipeline.num_chunks > 1
     lines = [
-        f"  {pipeline.schedule}: bubble {pipeline.bubble_ratio:.1%}, activations of at most "
-        f"{pipeline.num_slots} microbatches on a stage"
+        f"  {pipeline.schedule}: bubble {pipeline.bubble_ratio:.1%}, a stage holds the activations "
+        f"of at most {pipeline.num_slots} {'passes of a chunk' if chunked else 'microbatches'}"
     ]
     for stage in range(pipeline.num_stages):
         parts = pipeline.layers[stage :: pipeline.num_stages]
@@ -88,8 +97,9 @@ def _stages(pipeline: PipelinePart) -> str:
 
 def _memory(plan: Plan) -> str:
     memory = plan.memory
-    rows = [(name, f"{size / GIB:.2f}") for name, size in memory.parts.items() if size]
-    rows.append(("total", f"{memory.total_bytes / GIB:.2f}"))
+    unit, scale = unit_for(memory.total_bytes)
+    rows = [(name, f"{size / scale:.2f}") for name, size in memory.parts.items() if size]
+    rows.append(("total", f"{memory.total_bytes / scale:.2f}"))
     verdict = "no device memory to compare with"
     if memory.capacity_bytes is not None and memory.headroom_bytes is not None:
         room = abs(memory.headroom_bytes) / GIB
@@ -99,14 +109,14 @@ def _memory(plan: Plan) -> str:
             else f"does not fit in {memory.capacity_bytes / GIB:.1f} GiB, {room:.1f} GiB too much"
         )
     held = [
-        (h.origin[:70], f"{h.count} x {h.shape}", f"{h.num_bytes / GIB:.2f}")
+        (h.origin[:70], f"{h.count} x {h.shape}", f"{h.num_bytes / scale:.2f}")
         for h in memory.largest
     ]
     return (
         f"Memory per device: {verdict}\n"
-        + table(("", "GiB"), rows)
+        + table(("", unit), rows)
         + "\n"
-        + table(("largest temporaries at the peak", "arrays", "GiB"), held)
+        + table(("largest temporaries at the peak", "arrays", unit), held)
     )
 
 
@@ -116,7 +126,7 @@ def _traffic(plan: Plan) -> str:
     rows = [
         (
             row.kind,
-            row.axes,
+            row.axes or "unknown",
             row.dtypes,
             "loop" if row.inside_loop else "once",
             f"{row.count:,}",
@@ -137,7 +147,7 @@ def _compute(plan: Plan) -> str:
         f"{dtype} {flops / compute.hardware_flops:.1%}" for dtype, flops in compute.by_dtype.items()
     )
     lines = [
-        f"Compute: {compute.model_flops / 1e12:.2f} TFLOP of the model per device and step "
+        f"Compute: {format_count(compute.model_flops)}FLOP of the model per device and step "
         f"({CONVENTION}); the program does {ratio:.2f} x that",
         f"  rates: {shares}",
         *(f"  warning: {warning}" for warning in compute.warnings),
@@ -151,18 +161,25 @@ def _time(plan: Plan) -> str:
         return "Time: no estimate, the rates of this machine are not known"
     rows = [(f"kernels, {kind}", *_share(s, time.step_s)) for kind, s in time.kernels_s.items()]
     rows += [(f"waiting for {axes}", *_share(s, time.step_s)) for axes, s in time.exposed_s.items()]
+    notes = []
+    if plan.layout.pipeline is not None:
+        bubble = plan.layout.pipeline.bubble_ratio
+        notes.append(f"the kernels run through the bubble ({bubble:.1%} of the passes) too")
+    if plan.memory.fits is False:
+        notes.append("to save memory XLA recomputes and serialises: with more it would be faster")
     return (
-        f"Time: at least {time.step_s:.3f} s per step, at most "
+        f"Time: at least {time.step_s:.3g} s per step, at most "
         f"{format_count(time.tokens_per_s)} tokens/s, {time.mfu:.1%} MFU\n"
         + table(("", "s per step", "share"), rows)
         + f"\n  communication in all: {_seconds(time.communication_s)}\n"
+        + "".join(f"  note: {note}\n" for note in notes)
         + "\n".join(f"  assumed: {line}" for line in time.assumptions)
     )
 
 
 def _share(seconds: float, total: float) -> tuple[str, str]:
-    return f"{seconds:.3f}", f"{seconds / total:.1%}"
+    return f"{seconds:.3g}", f"{seconds / total:.1%}"
 
 
 def _seconds(times: Mapping[str, float]) -> str:
-    return ", ".join(f"{axes} {seconds:.3f} s" for axes, seconds in times.items()) or "none"
+    return ", ".join(f"{axes} {seconds:.3g} s" for axes, seconds in times.items()) or "none"

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mtjax.config.check import RunError
+
 Result = TypeVar("Result")
 
 _TAIL_LINES = 15
@@ -24,7 +26,7 @@ _TAIL_LINES = 15
 _NOISE = ("    @ ", "*** Check failure stack trace", "PC: @")
 
 
-class CompileFailed(RuntimeError):
+class CompileFailed(RunError):
     """The compiling process died, ran out of time or raised."""
 
 
@@ -94,7 +96,9 @@ def _run(request: Path, reply: Path, time_limit_s: float, env) -> tuple[str, int
 
 def _reason(status: int | None, time_limit_s: float) -> str:
     if status is None:
-        return f"still compiling after {time_limit_s:g} s; raise time_limit_s or compile less"
+        return (
+            f"still compiling after {time_limit_s:g} s; raise time_limit_s (plan: --time-limit-s)"
+        )
     if status < 0:
         return f"XLA killed the process with {signal.Signals(-status).name}; it last wrote:"
     return f"the process ended with status {status}; it last wrote:"

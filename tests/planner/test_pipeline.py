@@ -94,6 +94,18 @@ def test_the_formula_of_memory_knows_schedules():
 
 
 @pytest.mark.slow
+def test_chunks_of_layers_count_once_among_the_parameters_of_a_device(h200_mesh):
+    pipeline = PipelineConfig(schedule="interleaved_1f1b", chunks=2)
+    model = dataclasses.replace(CONFIG.model, num_layers=8)
+    config = dataclasses.replace(CONFIG, model=model, pipeline=pipeline)
+    train = dataclasses.replace(CONFIG.train, microbatches=4, batch_size=4)
+    plan = make_plan(build_step(dataclasses.replace(config, train=train), H200), H200)
+    layer = 4 * EMBED * EMBED + 3 * EMBED * 1024
+    expected = (8 * layer + 2 * 1024 * EMBED) / 8
+    assert plan.layout.params_per_device == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.slow
 def test_a_job_of_1024_gpus_is_planned_within_five_minutes_and_8_gb(h200_mesh):
     recipe = load_recipe("llama3_70b")[0]
     config = validate(

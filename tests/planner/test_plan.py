@@ -143,12 +143,14 @@ def test_a_step_that_does_not_fit_is_told_what_helps(h200_mesh):
 
 def test_every_mesh_of_the_devices_is_a_candidate_or_counted():
     assert len(list(factorisations(8, 3))) == 10
-    found, invalid = candidates(BASE, 8)
+    found, invalid = candidates(BASE, 8, {})
     assert len(found) + invalid == len(list(factorisations(8, len(BASE.mesh.sizes))))
     # One row per device and microbatch is left, so accumulation must end.
     assert {c.config.train.microbatches for c in found} == {2}
     assert all(c.config.mesh.resolve(8) for c in found)
     assert found == sorted(found, key=lambda c: c.sent_bytes)
+    fixed, _ = candidates(BASE, 8, {"tensor": 2})
+    assert fixed == [c for c in found if c.config.mesh.tensor == 2] and fixed
 
 
 def test_a_search_ranks_what_fits_and_prints_the_command(h200_mesh):
@@ -166,7 +168,7 @@ def test_a_search_leaves_out_what_is_far_too_large():
     ranking = search_layouts(BASE, small_gpu(2.0001), max_compiles=2, time_limit_s=300)
     assert not ranking.tried and ranking.too_large
     text = ranking_text(ranking, "train")
-    assert "layouts left out: by formula" in text and "nothing fits" in text
+    assert "layouts left out: by formula" in text and "no layout was compiled: use" in text
 
 
 def test_cpu_devices_give_the_same_report_marked_as_such():
@@ -227,7 +229,10 @@ def test_asked_flops_multiply_loops_and_divide_by_devices():
         (["--target", "cpu:"], "expected cpu:<devices>"),
         (["--target", "gpu.toml:1x8"], "can't read 'gpu.toml'"),
         (["--target", "h200:4x8", "--mesh.fsdp", "8"], "expected to use the 32 of h200:4x8"),
-        (["--target", "h200:1x8", "--max-compiles", "0"], "expected positive numbers"),
+        (["--target", "h200:1x8", "--search", "--max-compiles", "0"], "--max-compiles: got 0"),
+        (["--target", "h200:1x8", "--max-compiles", "3"], "a positive number, and --search"),
+        (["--target", "h200:1x8", "--time-limit-s", "nan"], "--time-limit-s: got nan"),
+        (["--target", "h200:1x8", "--time-limit-s", "inf"], "seconds in (0, 1e6)"),
         (["--target", "h200:1x8", "--mesh.fsdp", "3", "--mesh.data", "-1"], "mesh"),
         (
             [
@@ -253,6 +258,29 @@ def test_bad_input_is_named_before_anything_compiles(args, text, capsys, tmp_pat
 def test_a_compile_that_runs_out_of_time_is_an_error_and_not_a_hang():
     with pytest.raises(CompileFailed, match=r"still compiling after 0\.5 s"):
         compile_step_for(on_mesh(fsdp=8), 8, 0.5)
+
+
+def test_the_command_says_in_one_line_that_a_compile_took_too_long(capsys, tmp_path):
+    argv = ["plan", "--config", "tiny_gpt", "--target", "cpu:2", "--mesh.data", "2"]
+    argv += ["--output", str(tmp_path)]
+    assert main([*argv, "--time-limit-s", "0.5"]) == 1
+    shown = capsys.readouterr().err
+    assert "error: build_step: still compiling after 0.5 s; raise" in shown
+    assert "Traceback" not in shown
+    assert main([*argv, "--search", "--time-limit-s", "0.5", "--max-compiles", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert "did not compile" in shown and "no layout was compiled: raise --time-limit-s" in shown
+
+
+def test_a_search_keeps_the_axes_of_the_command_line_and_saves_its_plans(capsys, tmp_path):
+    argv = ["plan", "--config", "tiny_gpt", "--target", "cpu:2", "--mesh.data", "2"]
+    argv += ["--model.num-layers", "1", "--train.seq-len", "64", "--search", "--max-compiles", "3"]
+    assert main([*argv, "--output", str(tmp_path)]) == 0
+    (found,) = json.loads((tmp_path / "search.json").read_text())
+    assert found["layout"]["mesh"] == {"data": 2}
+    shown = capsys.readouterr().out
+    assert "best by memory, since no rates are known, of 1 tried" in shown
+    assert "--config tiny_gpt --model.num-layers 1 --train.seq-len 64 --mesh.data 2" in shown
 
 
 def test_the_command_saves_json_and_page(tmp_path, capsys):
