@@ -69,7 +69,10 @@ SLOW += [
     ("plain", "pipeline=2,context=4,schedule=gpipe,microbatches=2", "ring"),
     ("packed, window", "fsdp=2,pipeline=2,context=2,microbatches=4", "ring"),
 ]
-CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+CASES += [
+    pytest.param(*case, marks=pytest.mark.nightly if i % 2 else pytest.mark.slow)
+    for i, case in enumerate(SLOW)
+]
 CASES += [pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY]
 
 

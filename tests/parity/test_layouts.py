@@ -136,7 +136,11 @@ def drawn(seed: int):
     return config, layout
 
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
+SEEDS = [
+    0,
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4)),
+    *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 10)),
+]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -84,7 +84,10 @@ SLOW = [
     ("packed, a window pattern, 7 layers", "pipeline=4,tensor=2,microbatches=8"),
     ("post-norm, soft cap", "pipeline=4,tensor=2,microbatches=4"),
 ]
-ALL = CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+ALL = CASES + [
+    pytest.param(*case, marks=pytest.mark.nightly if i % 2 else pytest.mark.slow)
+    for i, case in enumerate(SLOW)
+]
 
 
 @pytest.mark.parametrize(("model", "layout"), ALL)

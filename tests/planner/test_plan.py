@@ -283,6 +283,7 @@ def test_a_search_keeps_the_axes_of_the_command_line_and_saves_its_plans(capsys,
     assert "--config tiny_gpt --model.num-layers 1 --train.seq-len 64 --mesh.data 2" in shown
 
 
+@pytest.mark.slow
 def test_the_command_saves_json_and_page(tmp_path, capsys):
     argv = ["plan", "--config", "tiny_gpt", "--target", "cpu:2", "--mesh.data", "2"]
     argv += ["--model.num-layers", "1", "--train.seq-len", "64"]
@@ -300,6 +301,7 @@ def test_the_step_of_a_plan_travels_between_processes_without_its_executable(ste
     assert again.param_rows == step.param_rows
 
 
+@pytest.mark.slow
 def test_a_run_folder_takes_the_plan_by_default(tmp_path):
     config = dataclasses.replace(BASE, run=RunConfig(directory=str(tmp_path / "run")))
     from mtjax.planner.command import plan as plan_command

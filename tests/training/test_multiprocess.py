@@ -91,7 +91,7 @@ PIPELINE = {"mesh__pipeline": 2, "train__microbatches": 4, "model__num_layers": 
     "mesh",
     [
         {"mesh__data": 2} | SAMPLE,
-        {"mesh__fsdp": 2},
+        pytest.param({"mesh__fsdp": 2}, marks=pytest.mark.slow),
         pytest.param(PIPELINE | SAMPLE, marks=pytest.mark.slow),
     ],
 )
@@ -114,6 +114,7 @@ def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(
         np.testing.assert_allclose(alone.arrays[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_what_the_other_process_wrote_is_found(tmp_path, launch_two):
     ends = launch_two(tmp_path, mesh__fsdp=2, train__steps=2)
     assert [code for code, _, _ in ends] == [0, 0], ends[0][2] + ends[1][2]

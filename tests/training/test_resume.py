@@ -59,6 +59,7 @@ def test_two_resumes_with_dropout_change_no_bit(tmp_path):
     assert_same(resumed, straight)
 
 
+@pytest.mark.slow
 def test_routers_and_their_biases_resume_bit_for_bit(tmp_path):
     moe = {
         "num_experts": 4,

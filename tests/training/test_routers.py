@@ -76,6 +76,7 @@ def biases(state):
     return state.params["blocks"]["group0"]["block0"]["moe"]["router"]["bias"]
 
 
+@pytest.mark.slow
 def test_biases_move_by_the_rate_once_per_step_whatever_the_microbatches():
     moved = []
     for microbatches in (1, 4):
@@ -94,6 +95,7 @@ def test_a_skipped_step_leaves_the_biases():
     assert same(after._replace(step=state.step), state)
 
 
+@pytest.mark.slow
 def test_biases_even_out_the_loads():
     """Weights stand still and the first expert starts favoured: only the biases move."""
     frozen = dataclasses.replace(BASE.optimizer, learning_rate=1e-9)
@@ -124,6 +126,7 @@ def test_routers_stay_float32_in_a_half_precision_step():
     assert moe["up"] == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_every_expert_is_a_matrix_of_its_own_to_muon():
     """Two experts whose gradients differ a thousandfold move by equal norms."""
     from mtjax.sharding import make_mesh, unbox

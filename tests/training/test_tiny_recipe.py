@@ -17,7 +17,7 @@ DENSE_LOSS = 1.5259
 """Held-out loss of tiny_gpt, the twin of tiny_moe with equal active parameters (README)."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_experts_learn_no_less_than_their_dense_twin_at_even_loads(tmp_path, monkeypatch):
     import jax
 

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("compilation_cache")
 EXPERTS = {"model__moe__num_experts": 4, "model__moe__capacity_factor": 4.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"every": 2}, {"first_dense": 1, "router": "sigmoid"}])
 def test_hidden_states_are_those_of_the_dense_model(settings):
     """Windows of two layers and experts in some: the layers are grouped in another way."""
@@ -68,6 +69,7 @@ def test_a_run_goes_on_from_the_loss_of_the_dense_run_on_any_mesh(tmp_path, monk
     assert before < np.log(257) - 0.05, "the dense run had learnt something"
 
 
+@pytest.mark.slow
 def test_another_dense_model_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "prepare_mesh", on_some_devices)
     run(tiny(tmp_path / "dense", train__steps=1))
