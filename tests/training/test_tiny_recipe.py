@@ -1,35 +1,44 @@
 """The first run of a new user: real text, one command."""
 
-import dataclasses
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from mtjax.config import RunConfig
 from mtjax.data.store import EMBEDDED_TEXT, open_stores
 from mtjax.operation.metrics import read_metrics
 from mtjax.planning.flops import count_active_params, count_params
 from mtjax.recipes import load_recipe
-from mtjax.training.loop import train
 from tests.data.trigram import trigram_bits_per_byte
+
+ROOT = Path(__file__).parents[2]
 
 DENSE_LOSS = 1.5259
 """Held-out loss of tiny_gpt, the twin of tiny_moe with equal active parameters (README)."""
 
 
-@pytest.mark.nightly
-def test_experts_learn_no_less_than_their_dense_twin_at_even_loads(tmp_path, monkeypatch):
-    import jax
+def launch(recipe, directory):
+    """Trains as a user does, with one device and XLA's defaults; returns what is printed."""
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    argv = ["launch.py", "--config", recipe, "--run.directory", str(directory)]
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
-    config = dataclasses.replace(load_recipe("tiny_moe")[0], run=RunConfig(directory=str(tmp_path)))
+
+@pytest.mark.nightly
+def test_experts_learn_no_less_than_their_dense_twin_at_even_loads(tmp_path):
+    config = load_recipe("tiny_moe")[0]
     twin = load_recipe("tiny_gpt")[0]
     routers = 4 * 256 * 8
     assert count_active_params(config.model) == count_params(twin.model) + routers
     assert config.train == twin.train and config.optimizer == twin.optimizer
-    devices = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: devices)
-    monkeypatch.setattr(jax, "device_count", lambda *_: 1)
-    assert train(config) == 0
+    launch("tiny_moe", tmp_path)
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert records[-1]["eval/loss"] <= DENSE_LOSS
     last = [r for r in records if "moe/load_ratio" in r][-1]
@@ -38,19 +47,9 @@ def test_experts_learn_no_less_than_their_dense_twin_at_even_loads(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_the_tiny_recipe_learns_more_than_a_trigram_model(tmp_path, capsys, monkeypatch):
-    recipe, _ = load_recipe("tiny_gpt")
-    config = dataclasses.replace(
-        recipe, run=dataclasses.replace(recipe.run, directory=str(tmp_path))
-    )
-    # The recipe runs on one device; the tests see eight virtual ones.
-    import jax
-
-    devices = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: devices)
-    monkeypatch.setattr(jax, "device_count", lambda *_: 1)
-    assert train(config) == 0
-    shown = capsys.readouterr().out
+def test_the_tiny_recipe_learns_more_than_a_trigram_model(tmp_path):
+    config = load_recipe("tiny_gpt")[0]
+    shown = launch("tiny_gpt", tmp_path)
     records = read_metrics(tmp_path / "metrics.jsonl")
     losses = [r["train/loss"] for r in records if "train/loss" in r]
     assert losses[-1] < 0.5 * losses[0]
