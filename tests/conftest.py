@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-_FLAGS = {
-    "--xla_force_host_platform_device_count": 8,
-    # Most of a test is compiling: without LLVM's passes it takes 40 % less time in all.
-    "--xla_backend_optimization_level": 0,
-}
+# Most of a test is compiling: without LLVM's passes it takes 40 % less time in all. Child processes
+# whose bits are compared with ours must have the same.
+OPTIMIZATION = "--xla_backend_optimization_level=0"
+_FLAGS = {"--xla_force_host_platform_device_count": 8}
+_FLAGS |= {OPTIMIZATION.partition("=")[0]: 0}
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 for _flag, _value in _FLAGS.items():

@@ -14,6 +14,7 @@ import pytest
 from mtjax.operation.divergence import TrainingDiverged
 from mtjax.training import loop
 from mtjax.training.loop import Trainer
+from tests.conftest import OPTIMIZATION
 from tests.training.runs import Finished, as_flags, assert_same, on_some_devices, run, tiny
 
 pytestmark = pytest.mark.usefixtures("compilation_cache")
@@ -64,7 +65,7 @@ class Launched:
         self._process = subprocess.Popen(
             [sys.executable, "launch.py", "--config", "tiny_gpt", *as_flags(**changes)],
             cwd=ROOT,
-            env=os.environ | cache | {"XLA_FLAGS": ""},
+            env=os.environ | cache | {"XLA_FLAGS": OPTIMIZATION},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

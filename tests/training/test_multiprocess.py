@@ -44,7 +44,7 @@ def start_two(compilation_cache):
             "run__distributed__num_processes": 2,
             "run__distributed__heartbeat_timeout_s": 60,
         }
-        flags = "--xla_force_host_platform_device_count=1"
+        flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
         for number in ids:
             own = distributed | {"run__distributed__process_id": number} | changes
             started.append(
