@@ -7,13 +7,11 @@ import pytest
 # Most of a test is compiling: without LLVM's passes it takes 40 % less time in all. Child processes
 # whose bits are compared with ours must have the same.
 OPTIMIZATION = "--xla_backend_optimization_level=0"
-_FLAGS = {"--xla_force_host_platform_device_count": 8}
-_FLAGS |= {OPTIMIZATION.partition("=")[0]: 0}
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-for _flag, _value in _FLAGS.items():
-    if _flag not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}={_value}".strip()
+for _flag in ("--xla_force_host_platform_device_count=8", OPTIMIZATION):
+    if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 
 
 @pytest.fixture(scope="session")

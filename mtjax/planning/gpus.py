@@ -58,8 +58,6 @@ class Gpu:
     """Largest number of GPUs that one host is built with."""
     network_bandwidth: float
     """Bytes per second one GPU sends beyond its NVLink domain: one network card per GPU."""
-    host_bandwidth: float
-    """Bytes per second between one GPU and the memory of its host, one direction."""
 
 
 HOPPER = Gpu(
@@ -84,7 +82,6 @@ HOPPER = Gpu(
     nvlink_domain=8,
     max_gpus_per_host=8,
     network_bandwidth=50e9,
-    host_bandwidth=64e9,
 )
 AMPERE = replace(
     HOPPER,
@@ -106,7 +103,6 @@ AMPERE = replace(
     peak_fp32=19.5e12,
     nvlink_bandwidth=300e9,
     network_bandwidth=25e9,
-    host_bandwidth=32e9,
 )
 BLACKWELL = replace(
     HOPPER,
@@ -164,7 +160,6 @@ GPUS = {
             peak_fp32=80e12,
             nvlink_domain=72,
             max_gpus_per_host=4,
-            host_bandwidth=225e9,
         ),
         replace(
             BLACKWELL,
