@@ -204,8 +204,14 @@ def run_units(
             y_BTD, out_caches[name], out_stats[name] = run(
                 spec, x_BTD, scanned.params[name], layer, own, cache
             )
-            real = scanned.real
-            x_BTD = y_BTD if real is None else jnp.where(real[place], y_BTD, x_BTD)
+            if scanned.real is None:
+                x_BTD = y_BTD
+                continue
+            real = scanned.real[place]
+            x_BTD = jnp.where(real, y_BTD, x_BTD)
+            out_stats[name] = jax.tree.map(
+                lambda total, real=real: jnp.where(real, total, 0.0), out_stats[name]
+            )
         return x_BTD, (out_caches, out_stats)
 
     unroll = len(scanned.units) if train.unroll_layers else 1
