@@ -330,10 +330,18 @@ class ModelConfig:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
-    def layer_period(self) -> int:
-        """Layers after which the pattern of sliding windows and experts repeats."""
-        period = math.lcm(len(self.attention.windows) or 1, self.moe.every)
-        return min(period, self.num_layers)
+    def layer_runs(self) -> tuple[tuple[int, int, int], ...]:
+        """Runs of layers [first, stop), each repeating a pattern of `period` layers: the dense ones
+        at the bottom, by their windows, then the others, by windows and experts."""
+        windows = len(self.attention.windows) or 1
+        dense = min(self.moe.first_dense, self.num_layers)
+        runs = (
+            (0, dense, windows),
+            (dense, self.num_layers, math.lcm(windows, self.moe.every)),
+        )
+        return tuple(
+            (first, stop, min(period, stop - first)) for first, stop, period in runs if stop > first
+        )
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """How the layers are dealt out over the pipeline axis, and in which order microbatches run."""
 
+import itertools
 from typing import Literal
 
 from mtjax.config.check import config_class, require
@@ -49,16 +50,23 @@ def layers_per_stage(
     """Layers of the chunks*num_stages parts of the model, in the order of the model.
 
     Part i is chunk i // num_stages of stage i % num_stages. A part holds whole repeats of the
-    pattern of layers, except that the last one ends where the model does.
+    pattern of layers.
     """
     if pipeline.stage_layers:
         return pipeline.stage_layers
-    parts, period = num_stages * pipeline.chunks, model.layer_period
-    units = -(-model.num_layers // period)
-    few, more = divmod(units, parts)
-    counts = [(few + (i < more)) * period for i in range(parts)]
-    counts[-1] -= units * period - model.num_layers
-    return tuple(counts)
+    repeats, parts = _repeats(model), num_stages * pipeline.chunks
+    few, more = divmod(len(repeats), parts)
+    begins = [few * i + min(i, more) for i in range(parts + 1)]
+    return tuple(sum(repeats[a:b]) for a, b in itertools.pairwise(begins))
+
+
+def _repeats(model: ModelConfig) -> list[int]:
+    """Layers of each repeat of the pattern, in the order of the model; the last may be short."""
+    return [
+        min(period, stop - layer)
+        for first, stop, period in model.layer_runs
+        for layer in range(first, stop, period)
+    ]
 
 
 def check_pipeline(
@@ -87,13 +95,6 @@ def check_pipeline(
         "change it, or use schedule 1f1b, which takes any number",
     )
     require(
-        not model.moe.first_dense,
-        "model.moe.first_dense",
-        model.moe.first_dense,
-        "0 in a pipeline, whose stages all hold the same pattern of layers",
-        "use mesh.expert and mesh.fsdp, or moe.every, which is such a pattern",
-    )
-    require(
         not train.remat_offload,
         "train.remat_offload",
         train.remat_offload,
@@ -104,10 +105,11 @@ def check_pipeline(
 
 
 def _check_layers(model: ModelConfig, pipeline: PipelineConfig, num_stages: int) -> None:
-    parts, period = num_stages * pipeline.chunks, model.layer_period
+    parts, repeats = num_stages * pipeline.chunks, _repeats(model)
+    period = max(period for _, _, period in model.layer_runs)
     pattern = f" of the pattern of layers ({period} layers)" if period > 1 else ""
     require(
-        pipeline.stage_layers != () or -(-model.num_layers // period) >= parts,
+        pipeline.stage_layers != () or len(repeats) >= parts,
         "model.num_layers",
         model.num_layers,
         f"at least {parts} {'repeats' + pattern if pattern else 'layers'}, one for each of "
@@ -130,7 +132,7 @@ def _check_layers(model: ModelConfig, pipeline: PipelineConfig, num_stages: int)
         "place every layer exactly once",
     )
     require(
-        all(count % period == 0 for count in counts[:-1]),
+        set(itertools.accumulate(counts)) <= set(itertools.accumulate(repeats)),
         "pipeline.stage_layers",
         pipeline.stage_layers,
         f"whole repeats{pattern} on all stages but the last",

@@ -153,7 +153,8 @@ def _places(
     The most urgent is first, then the one with the lower number.
     """
     index_P = jnp.arange(served_P.size, dtype=jnp.int32)
-    sorted_P, _, _, order_P = jax.lax.sort((served_P, -urgency_P, number_P, index_P), num_keys=3)
+    keys = served_P, -urgency_P, jnp.asarray(number_P)
+    sorted_P, _, _, order_P = jax.lax.sort((*keys, index_P), num_keys=3)
     length_J = jnp.sum(served_P[:, None] == jnp.arange(num), axis=0, dtype=jnp.int32)
     first = jnp.cumsum(length_J) - length_J
     # Pairs served elsewhere come last; their place is never read.

@@ -1,6 +1,5 @@
 """A decoder-only transformer as groups of repeated blocks between embedding and head."""
 
-import math
 from dataclasses import dataclass
 
 from mtjax.config.model import ModelConfig
@@ -30,19 +29,10 @@ def block_groups(model: ModelConfig) -> list[BlockGroup]:
         BlockSpec(model, window, model.moe.has_experts(layer))
         for layer, window in enumerate(model.windows)
     )
-    windows = len(model.attention.windows) or 1
-    split = model.moe.first_dense
-    parts = [
-        (0, specs[:split], windows),
-        (split, specs[split:], math.lcm(windows, model.moe.every)),
-    ]
     groups = []
-    for first, part, period in parts:
-        period = min(period, len(part))
-        if not part:
-            continue
-        repeat, rest = divmod(len(part), period)
-        groups.append(BlockGroup(first, part[:period], repeat))
+    for first, stop, period in model.layer_runs:
+        repeat, rest = divmod(stop - first, period)
+        groups.append(BlockGroup(first, specs[first : first + period], repeat))
         if rest:
-            groups.append(BlockGroup(first + repeat * period, part[repeat * period :], 1))
+            groups.append(BlockGroup(stop - rest, specs[stop - rest : stop], 1))
     return groups

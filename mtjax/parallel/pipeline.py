@@ -49,9 +49,10 @@ class ChunkOutput(NamedTuple):
 class Result(NamedTuple):
     """Sums over all microbatches."""
 
+    # Any: the same structure also holds partition specs.
     sums: Any
     """Of StagedModel.loss; the same on all stages."""
-    loss: jax.Array
+    loss: Any
     """Of ChunkOutput.loss, over the chunks of this stage."""
     report: Any
     """Of ChunkOutput.report, [V, ...]."""

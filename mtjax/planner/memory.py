@@ -8,8 +8,8 @@ and the loss hold while they work is counted in whole arrays of our own step.
 from mtjax.config import Config
 from mtjax.config.model import ModelConfig
 from mtjax.config.moe import MoeConfig
-from mtjax.config.pipeline import layers_per_stage
 from mtjax.parallel.schedule import Schedule, make_schedule
+from mtjax.parallel.stages import stage_layout
 from mtjax.planning.flops import count_expert_params, count_params
 
 _COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -40,7 +40,9 @@ def saved_layers(config: Config) -> int:
     schedule = pipeline_schedule(config)
     if schedule is None:
         return config.model.num_layers
-    chunk = max(layers_per_stage(config.model, config.pipeline, config.mesh.pipeline))
+    layout = stage_layout(config.model, config.pipeline, config.mesh.pipeline)
+    # All chunks of all stages have the same places, with a layer or without.
+    chunk = sum(run.real_VSUP[0, 0].size for run in layout.runs.values())
     return schedule.num_slots * chunk
 
 

@@ -28,7 +28,13 @@ from mtjax.parallel.pipeline import (
 )
 from mtjax.parallel.schedule import Schedule, make_schedule
 from mtjax.parallel.stack import Params, Scanned, embed_tokens, output_head, rope_angles, run_units
-from mtjax.parallel.stages import StageLayout, stack_stages, stage_layout, unstack_stages
+from mtjax.parallel.stages import (
+    StageLayout,
+    by_run,
+    stack_stages,
+    stage_layout,
+    unstack_stages,
+)
 from mtjax.sharding import axis_size, is_boxed, storage_shardings, sum_over_manual
 from mtjax.training import routers
 from mtjax.training.losses import LossSums, linear_cross_entropy, loss_config
@@ -80,7 +86,7 @@ def pipelined_loss_and_gradients(
     extra = _StepWide(key, jnp.asarray(scale, jnp.float32), router_scales)
     result, gradients = _in_region(config, setup, mesh, params, batch, extra, run)
     stored = storage_shardings(setup.boxes, mesh)
-    blocks = _from_stages(config, gradients.blocks, stored["blocks"]["group0"])
+    blocks = _from_stages(config, gradients.blocks, by_run(_layout(config), stored["blocks"]))
     gradients = jax.tree.map(_pin, {**gradients.shared, "blocks": blocks}, stored)
     sums = result.sums
     if router_scales is not None:
@@ -149,7 +155,7 @@ def _in_region(
         axis_names={"pipeline"} | ({data} if data else set()),
         check_vma=False,
     )(
-        _to_stages(layout, params["blocks"], at_rest["blocks"]["group0"]),
+        _to_stages(layout, params["blocks"], by_run(layout, at_rest["blocks"])),
         {name: params[name] for name in boxes},
         batch,
         extra,
@@ -225,7 +231,6 @@ def _staged_model(
     # Tables are one stage's piece of the vocabulary; the loss knows the whole one.
     piece = model.with_vocab_shard(config.mesh.pipeline)
     random = max(model.dropout, model.attention.dropout, model.moe.router_noise) > 0
-    units_VSU, real_VSUP = jnp.asarray(layout.index_VSU), jnp.asarray(layout.real_VSUP)
     stage = jax.lax.axis_index("pipeline")
 
     def keys(microbatch: Any) -> jax.Array | None:
@@ -240,11 +245,14 @@ def _staged_model(
         return BlockInputs(angles, microbatch.segments, keys(microbatch), microbatch.counts)
 
     def chunk(params: Any, x_BTD: jax.Array, inputs: BlockInputs, index: jax.Array) -> ChunkOutput:
-        units_U = units_VSU[index, stage]
-        real_UP = real_VSUP[index, stage] if layout.padded else None
         own_loads = None if loads is None else pick(loads, index)
-        scanned = Scanned(params, units_U, real_UP, loads=own_loads)
-        x_BTD, (_, stats) = run_units(layout.unit, train, scanned, x_BTD, inputs)
+        stats = {}
+        for name, run in layout.runs.items():
+            units_U = jnp.asarray(run.index_VSU)[index, stage]
+            real_UP = jnp.asarray(run.real_VSUP)[index, stage] if run.padded else None
+            run_loads = None if own_loads is None else own_loads[name]
+            scanned = Scanned(params[name], units_U, real_UP, loads=run_loads)
+            x_BTD, (_, stats[name]) = run_units(run.unit, train, scanned, x_BTD, inputs)
         return ChunkOutput(x_BTD, routers.router_loss(stats, extra.router_scales), stats)
 
     def loss(shared: Any, y_BTD: jax.Array, microbatch: Any) -> LossSums:

@@ -76,10 +76,6 @@ INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
             r"train.remat_offload: got \('block_out',\), expected \(\) with a pipeline",
         ),
         (
-            {"model": {"moe": MoeConfig(num_experts=4, first_dense=1)}},
-            r"model.moe.first_dense: got 1, expected 0 in a pipeline.*; use mesh.expert",
-        ),
-        (
             {"model": {"moe": MoeConfig(num_experts=4, every=2)}, "stage_layers": (1, 3, 2, 2)},
             r"expected whole repeats of the pattern of layers \(2 layers\) on all stages but the",
         ),
@@ -115,6 +111,7 @@ def test_pipeline_settings_that_contradict_each_other_are_refused(settings, mess
         {"windows": (64, 0), "model": {"num_layers": 7}},
         {"model": {"moe": MoeConfig(num_experts=4), "num_layers": 5}},
         {"windows": (64, 0), "model": {"moe": MoeConfig(num_experts=4, every=2)}},
+        {"model": {"moe": MoeConfig(num_experts=4, first_dense=3)}},
         {"num_stages": -1, "schedule": "gpipe"},
     ],
 )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtjax.config import AttentionConfig, ModelConfig, PipelineConfig
+from mtjax.config import AttentionConfig, ModelConfig, MoeConfig, PipelineConfig
 from mtjax.config.pipeline import layers_per_stage
 from mtjax.models.decoder import block_groups
 from mtjax.parallel.stages import stack_stages, stage_layout, unstack_stages
@@ -16,9 +16,10 @@ MODEL = ModelConfig(embed_dim=16, ffn_dim=16, attention=AttentionConfig(num_head
 INTERLEAVED = PipelineConfig(schedule="interleaved_1f1b", chunks=2)
 
 
-def model(num_layers, windows=()):
+def model(num_layers, windows=(), **moe):
     attention = dataclasses.replace(MODEL.attention, windows=windows)
-    return dataclasses.replace(MODEL, num_layers=num_layers, attention=attention)
+    moe = MoeConfig(num_experts=4, **moe) if moe else MODEL.moe
+    return dataclasses.replace(MODEL, num_layers=num_layers, attention=attention, moe=moe)
 
 
 @pytest.mark.parametrize(
@@ -53,21 +54,22 @@ def numbered(config):
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "windows", "pipeline", "stages"),
+    ("config", "pipeline", "stages"),
     [
-        (8, (), PipelineConfig(), 4),
-        (5, (), PipelineConfig(), 4),
-        (8, (), INTERLEAVED, 2),
-        (9, (), INTERLEAVED, 2),
-        (7, (4, 0), PipelineConfig(), 2),
-        (11, (4, 4, 0), PipelineConfig(), 3),
-        (8, (), PipelineConfig(stage_layers=(1, 3, 3, 1)), 4),
+        (model(8), PipelineConfig(), 4),
+        (model(5), PipelineConfig(), 4),
+        (model(8), INTERLEAVED, 2),
+        (model(9), INTERLEAVED, 2),
+        (model(7, (4, 0)), PipelineConfig(), 2),
+        (model(11, (4, 4, 0)), PipelineConfig(), 3),
+        (model(8), PipelineConfig(stage_layers=(1, 3, 3, 1)), 4),
+        (model(8, first_dense=3), PipelineConfig(), 4),
+        (model(9, (4, 0), first_dense=3, every=2), PipelineConfig(), 2),
+        (model(7, every=2), INTERLEAVED, 2),
+        (model(7, first_dense=1, every=2), PipelineConfig(stage_layers=(1, 4, 2)), 3),
     ],
 )
-def test_stages_hold_every_layer_once_in_the_order_of_the_model(
-    num_layers, windows, pipeline, stages
-):
-    config = model(num_layers, windows)
+def test_stages_hold_every_layer_once_in_the_order_of_the_model(config, pipeline, stages):
     layout = stage_layout(config, pipeline, stages)
     blocks = numbered(config)
     stacked = stack_stages(layout, blocks)
@@ -75,14 +77,15 @@ def test_stages_hold_every_layer_once_in_the_order_of_the_model(
     for chunk in range(pipeline.chunks):
         for stage in range(stages):
             here = [
-                float(stacked[f"block{place}"]["w"][chunk, stage, unit, 0])
-                for unit in range(layout.index_VSU.shape[2])
-                for place in range(len(layout.unit.unit))
-                if layout.real_VSUP[chunk, stage, unit, place]
+                float(stacked[name][f"block{place}"]["w"][chunk, stage, unit, 0])
+                for name, run in layout.runs.items()
+                for unit in range(run.index_VSU.shape[2])
+                for place in range(len(run.unit.unit))
+                if run.real_VSUP[chunk, stage, unit, place]
             ]
             layers += here
             counts.append(len(here))
-    assert layers == [100.0 + i for i in range(num_layers)]
+    assert layers == [100.0 + i for i in range(config.num_layers)]
     assert tuple(counts) == layers_per_stage(config, pipeline, stages)
     back = unstack_stages(layout, config, stacked)
     assert jax.tree.all(jax.tree.map(np.array_equal, back, blocks))

@@ -73,9 +73,12 @@ FEATURES = {
     "drops, each microbatch balanced": experts(
         4, capacity_factor=0.7, train={"remat": "selective"}
     ),
+    "drops, dense layers first": experts(
+        5, first_dense=2, ffn_dim=24, capacity_factor=0.7, balance_scope="sequence"
+    ),
     "noise": experts(4, router_noise=0.1, balance_scope="sequence", capacity_factor=0.7),
 }
-DROPS, PACKED, DROPLESS, DEEPSEEK, MICROBATCH, NOISE = FEATURES
+DROPS, PACKED, DROPLESS, DEEPSEEK, MICROBATCH, DENSE_FIRST, NOISE = FEATURES
 
 # With what test_experts.py, test_pipeline.py and test_context.py run, each pair of axes is met.
 CASES = [
@@ -98,6 +101,8 @@ NIGHTLY = [
     (MICROBATCH, "data=2,pipeline=2,expert=2,chunks=2,microbatches=4"),
     (MICROBATCH, "pipeline=2,context=4,microbatches=4"),
     (MICROBATCH, "data=2,pipeline=2,tensor=2,schedule=gpipe,microbatches=8"),
+    (DENSE_FIRST, "data=2,pipeline=2,expert=2,microbatches=4"),
+    (DENSE_FIRST, "pipeline=2,tensor=2,chunks=2,microbatches=4"),
     (NOISE, "data=2,pipeline=2,expert=2,microbatches=4"),
     (NOISE, "fsdp=2,pipeline=2,context=2,schedule=gpipe,exchange=ulysses,microbatches=4"),
 ]
