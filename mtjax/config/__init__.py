@@ -9,6 +9,7 @@ from mtjax.config.checkpoint import CheckpointConfig
 from mtjax.config.context import check_context
 from mtjax.config.data import DataConfig
 from mtjax.config.mesh import Layout, MeshConfig
+from mtjax.config.mla import MlaConfig
 from mtjax.config.model import AttentionConfig, ModelConfig, RopeConfig
 from mtjax.config.moe import MoeConfig
 from mtjax.config.pipeline import PipelineConfig, PipelineSchedule, check_pipeline
@@ -33,6 +34,7 @@ __all__ = [
     "LossScaleConfig",
     "MeshConfig",
     "MetricsConfig",
+    "MlaConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",
@@ -168,13 +170,18 @@ def _check_upcycling(config: Config) -> None:
 def _check_mesh(config: Config) -> None:
     """Check that every split dim divides, for the axes whose size is given."""
     model, train, mesh = config.model, config.train, config.mesh
+    shards = "fsdp x mesh.context x mesh.expert"
     splits = [
         ("tensor", "model.attention.num_heads", model.attention.num_heads),
         ("tensor", "model.attention.num_kv_heads", model.num_kv_heads),
         ("tensor", "model.ffn_dim", model.ffn_dim),
         ("pipeline x mesh.tensor", "model.vocab_multiple", model.vocab_multiple),
         ("tensor", "train.seq_len", train.seq_len),
-        ("fsdp x mesh.context x mesh.expert", "model.embed_dim", model.embed_dim),
+        (shards, "model.embed_dim", model.embed_dim),
+    ]
+    splits += [
+        (shards, f"model.attention.mla.{name}", getattr(model.attention.mla, name))
+        for name in ("kv_rank", "q_rank")
     ]
     if model.moe.num_experts:
         splits.append(("expert x mesh.tensor", "model.moe.num_experts", model.moe.num_experts))
@@ -236,6 +243,7 @@ def resolve_backends(config: Config, platform: str) -> Config:
     _check_expert_products(config, on_gpu)
     call = AttentionCall(
         scale=1.0,
+        value_dim=config.model.value_dim,
         softcap=attention.logit_softcap,
         dropout=attention.dropout,
         packed=config.data.separate_documents,

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_policies as policies
 
 from mtjax.config.model import ModelConfig
 from mtjax.config.training import TrainConfig
-from mtjax.layers.attention import BlockInputs, Cache
+from mtjax.layers.attention import BlockInputs, Cache, cache_shapes
 from mtjax.layers.block import DecoderBlock
 from mtjax.layers.dropout import dropout, fold_rows
 from mtjax.layers.embedding import Embedding, Head
@@ -148,14 +148,14 @@ def output_head(
 
 def init_caches(model: ModelConfig, batch: int, length: int, dtype: Any) -> Any:
     """Empty key-value caches for `length` tokens of `batch` sequences, per group and block."""
-    shape = (batch, length, model.num_kv_heads, model.head_dim)
+    keys, values = cache_shapes(model)
 
     def one(repeat: int) -> Cache:
-        def buffer():
-            zeros = jnp.zeros((repeat, *shape), dtype)
-            return shard(zeros, "layers", "batch", None, "act_heads", None)
+        def buffer(heads: int, width: int) -> jax.Array:
+            zeros = jnp.zeros((repeat, batch, length, heads, width), dtype)
+            return shard(zeros, "layers", "batch", None, "act_heads" if heads > 1 else None, None)
 
-        return Cache(buffer(), buffer(), jnp.zeros((repeat,), jnp.int32))
+        return Cache(buffer(*keys), buffer(*values), jnp.zeros((repeat,), jnp.int32))
 
     return {
         f"group{i}": {f"block{p}": one(group.repeat) for p in range(len(group.unit))}
@@ -167,7 +167,7 @@ def rope_angles(model: ModelConfig, positions_BT: jax.Array) -> jax.Array | None
     """`rope_table` of these positions, None for a model without rotation."""
     if model.position != "rope":
         return None
-    return rope_table(model.rope, model.head_dim, positions_BT)
+    return rope_table(model.rope, model.rope_dim, positions_BT)
 
 
 class Scanned(NamedTuple):

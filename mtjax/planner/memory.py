@@ -75,12 +75,14 @@ def _tokens(config: Config) -> float:
 def _saved_bytes(config: Config) -> float:
     """What one block keeps for its backward pass: always its input, 2sbh/t bytes in bf16."""
     model, train, tensor = config.model, config.train, config.mesh.tensor
-    heads = (model.attention.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    width = model.attention.num_heads * model.head_dim
+    heads = _projected_width(model)
     gates = 2 if model.gated else 1
+    mla = model.attention.mla
     sizes = {
         "qkv": heads,
-        "attention_out": width,
+        # Held whole by each device of the axis tensor.
+        "latent": (mla.kv_rank + mla.q_rank) * tensor,
+        "attention_out": model.attention.num_heads * model.value_dim,
         "ffn_in": gates * model.ffn_dim,
         "block_out": 2 * model.embed_dim,
     }
@@ -99,7 +101,7 @@ def _block_bytes(config: Config) -> float:
     """A block's backward pass, beside the float32 gradient of the output table that waits."""
     model, mesh = config.model, config.mesh
     tokens, compute = _tokens(config), _COMPUTE_BYTES[config.precision]
-    heads = (model.attention.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    heads = _projected_width(model)
     # Gate, up, their product and two cotangents; block input, normed input and two cotangents.
     mlp = tokens * (5 * model.ffn_dim / mesh.tensor + 4 * model.embed_dim)
     if model.moe.num_experts:
@@ -111,12 +113,19 @@ def _block_bytes(config: Config) -> float:
     return compute * (max(mlp, attention) + _gathered_elements(config)) + table
 
 
+def _projected_width(model: ModelConfig) -> int:
+    """Elements of a token's queries, keys and values, all heads together."""
+    queries, kv = model.attention.num_heads, model.num_kv_heads
+    return (queries + kv) * model.head_dim + kv * model.value_dim
+
+
 def _exchanged_elements(config: Config) -> float:
     """What the exchange between shards of a sequence adds to a backward pass of attention."""
     model, mesh = config.model, config.mesh
     if mesh.context == 1:
         return 0.0
-    kv = _tokens(config) * 2 * model.num_kv_heads * model.head_dim / mesh.tensor
+    kv_width = model.num_kv_heads * (model.head_dim + model.value_dim)
+    kv = _tokens(config) * kv_width / mesh.tensor
     queries = _tokens(config) * model.attention.num_heads * model.head_dim / mesh.tensor
     exchange = model.attention.exchange
     if exchange == "allgather":

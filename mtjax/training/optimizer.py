@@ -61,8 +61,9 @@ def decay_mask(config: OptimizerConfig, boxes: Any) -> Any:
 
 
 def _is_matrix(box: Boxed) -> bool:
-    """Projection kernels: the only parameters that map to or from the embedding dim."""
-    return "embed" in box.names and len(set(box.names) - {"layers"}) > 1
+    """Projection kernels: the only parameters that map to or from the embedding or a latent."""
+    inner = {"embed", "latent"} & set(box.names)
+    return bool(inner) and len(set(box.names) - {"layers"}) > 1
 
 
 def make_optimizer(
@@ -117,12 +118,12 @@ def _muon_dims(box: Boxed) -> Any:
     if not _is_matrix(box) or any(name in TABLES for name in box.names):
         return None
     dims = [i for i, name in enumerate(box.names) if name not in ("layers", "experts")]
-    embed = box.names.index("embed")
-    others = tuple(i for i in dims if i != embed)
-    reads_embed = embed == dims[0]
+    inner = box.names.index("embed" if "embed" in box.names else "latent")
+    others = tuple(i for i in dims if i != inner)
+    reads = inner == dims[0]
     return optax.contrib.MuonDimensionNumbers(
-        reduction_axis=(embed,) if reads_embed else others,
-        output_axis=others if reads_embed else (embed,),
+        reduction_axis=(inner,) if reads else others,
+        output_axis=others if reads else (inner,),
     )
 
 
