@@ -72,7 +72,34 @@ LLAMA_SHAPE = {
     "max_position_embeddings": 256,
 }
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 SMALL_SHAPE = {**LLAMA_SHAPE, "hidden_size": 32, "intermediate_size": 40, "head_dim": 8}
+# transformers gives the latents' norms an epsilon of 1e-6 whatever rms_norm_eps says, as DeepSeek's.
+LATENT_SHAPE = {
+    **{k: v for k, v in SMALL_SHAPE.items() if k != "head_dim"},
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+}
 ROUTER_BIAS = "e_score_correction_bias"
 
 GOLDENS = {
@@ -109,14 +136,7 @@ GOLDENS = {
             **{**LLAMA_SHAPE, "num_hidden_layers": 1},
             tie_word_embeddings=False,
             sliding_window=None,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-            },
+            rope_parameters=YARN_ROPE,
         ),
         ablations=({"rope_parameters": PLAIN_ROPE},),
     ),
@@ -240,6 +260,46 @@ GOLDENS = {
             {"num_experts_per_tok": 2},
         ),
         has_router_bias=True,
+    ),
+    # DeepSeek's mscale and mscale_all_dim are equal, so that the first drops out: not here.
+    "deepseek_v3": Golden(
+        config_class="DeepseekV3Config",
+        config=dict(
+            **LATENT_SHAPE,
+            q_lora_rank=24,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+            num_mtp_layers=0,
+            rope_parameters={**YARN_ROPE, "mscale": 1.5, "mscale_all_dim": 0.8},
+        ),
+        ablations=(
+            {"norm_topk_prob": False},
+            {"topk_group": 4},
+            {"routed_scaling_factor": 1.0},
+            {"rope_interleave": False},
+            {"rope_parameters": PLAIN_ROPE},
+            {"rope_parameters": {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 0.8}},
+            {"rope_parameters": {**YARN_ROPE, "mscale": 1.5}},
+        ),
+        has_router_bias=True,
+    ),
+    # V2-Lite has no latent of queries, V2 has groups: both here.
+    "deepseek_v2": Golden(
+        config_class="DeepseekV2Config",
+        config=dict(
+            **LATENT_SHAPE,
+            q_lora_rank=None,
+            topk_method="group_limited_greedy",
+            norm_topk_prob=False,
+            routed_scaling_factor=3.0,
+            rope_parameters={**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707},
+        ),
+        ablations=(
+            {"topk_method": "greedy"},
+            {"routed_scaling_factor": 1.0},
+            {"rope_parameters": PLAIN_ROPE},
+            {"rope_parameters": YARN_ROPE},
+        ),
     ),
 }
 

@@ -17,11 +17,12 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(path.stem for path in GOLDEN.glob("hf_*.npz"))
 FAST = {"xla_backend_optimization_level": 0}
 EXPERTS = ("hf_mixtral", "hf_qwen2_moe", "hf_qwen3_moe", "hf_dots1")
+LATENT = ("hf_deepseek_v2", "hf_deepseek_v3")
 
 
 def test_the_goldens_cover_the_families_we_claim():
     assert {"hf_llama", "hf_qwen3", "hf_gpt2", "hf_gemma2"} <= set(FILES)
-    assert set(EXPERTS) <= set(FILES)
+    assert {*EXPERTS, *LATENT} <= set(FILES)
 
 
 CASES = [(name, "capacity") for name in FILES]

@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from mtjax.config.mla import MlaConfig
 from mtjax.config.model import AttentionConfig, ModelConfig
 from mtjax.config.moe import MoeConfig
 from mtjax.parallel.stack import abstract_params
@@ -144,3 +145,17 @@ def test_experts_shared_ones_and_dense_layers_are_counted_as_built():
     used = 3 * 4 * 32 * 32 + dense + 2 * (3 * expert + shared) + 128 * 32
     attention = 6 * 16 * 32 * 3  # 6 * T * N * H in each layer
     assert flops_per_token(model, 16) == 6 * used + attention
+
+
+@pytest.mark.parametrize("q_rank", [0, 20])
+def test_latent_attention_is_counted_as_built(q_rank):
+    mla = MlaConfig(kv_rank=10, q_rank=q_rank, nope_dim=6, rope_dim=4, value_dim=8)
+    attention = AttentionConfig(num_heads=4, mla=mla)
+    model = ModelConfig(vocab_size=128, embed_dim=32, num_layers=3, ffn_dim=80, attention=attention)
+    leaves = jax.tree.leaves(unbox(abstract_params(model)))
+    assert count_params(model) == sum(leaf.size for leaf in leaves)
+    queries = 32 * 20 + 20 + 20 * 4 * 10 if q_rank else 32 * 4 * 10
+    keys_and_values = 32 * (10 + 4) + 10 + 10 * 4 * (6 + 8)
+    used = 3 * (queries + keys_and_values + 4 * 8 * 32 + 3 * 32 * 80) + 128 * 32
+    # 3 * T * N * (widths of keys and values) in each layer.
+    assert flops_per_token(model, 16) == 6 * used + 3 * 3 * 16 * 4 * (10 + 8)
