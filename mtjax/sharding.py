@@ -38,6 +38,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp", "expert", "context"),
     # Projections from a latent have no embed dim: this one takes its axes there.
     "latent": ("fsdp", "expert", "context"),
+    # What a product adds to the residual stream where tokens are split over tensor already.
+    "residual": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),

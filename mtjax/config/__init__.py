@@ -12,6 +12,7 @@ from mtjax.config.mesh import Layout, MeshConfig
 from mtjax.config.mla import MlaConfig
 from mtjax.config.model import AttentionConfig, ModelConfig, RopeConfig
 from mtjax.config.moe import MoeConfig
+from mtjax.config.mtp import MtpConfig
 from mtjax.config.pipeline import PipelineConfig, PipelineSchedule, check_pipeline
 from mtjax.config.run import DistributedConfig, FaultConfig, MetricsConfig, RunConfig
 from mtjax.config.training import (
@@ -37,6 +38,7 @@ __all__ = [
     "MlaConfig",
     "ModelConfig",
     "MoeConfig",
+    "MtpConfig",
     "OptimizerConfig",
     "PipelineConfig",
     "RopeConfig",
@@ -150,6 +152,13 @@ def _check_upcycling(config: Config) -> None:
         "empty for a dense model",
         "set model.moe.num_experts, or start from a checkpoint of the same run by "
         "checkpoint.resume",
+    )
+    require(
+        not model.mtp.depth,
+        name,
+        source,
+        "empty with model.mtp, whose modules a dense checkpoint lacks",
+        "set model.mtp.depth to 0 for this run",
     )
     require(
         model.expert_dim == model.ffn_dim and not moe.shared_ffn_dim,

@@ -7,6 +7,7 @@ from typing import Literal
 from mtjax.config.check import config_class, require, require_defaults
 from mtjax.config.mla import MlaConfig
 from mtjax.config.moe import Dispatcher, MoeConfig
+from mtjax.config.mtp import MtpConfig
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2"]
@@ -180,6 +181,8 @@ class ModelConfig:
     otherwise."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     """Experts in place of one feed-forward part."""
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+    """Prediction of tokens beyond the next one."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     """The attention part of a block."""
     position: Literal["rope", "learned", "none"] = "rope"
@@ -271,6 +274,13 @@ class ModelConfig:
             self.post_norm,
             "False with parallel_residual",
             "choose one",
+        )
+        require(
+            not self.mtp.depth or self.position != "learned",
+            "model.mtp.depth",
+            self.mtp.depth,
+            "0 with learned positions, which embeddings of later tokens would carry",
+            "use model.position rope",
         )
         self._check_experts()
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)", "0 is off")

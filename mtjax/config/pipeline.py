@@ -94,6 +94,13 @@ def check_pipeline(
         "use mesh.expert and mesh.fsdp",
     )
     require(
+        not model.mtp.depth,
+        "model.mtp.depth",
+        model.mtp.depth,
+        f"0 while mesh.pipeline is {num_stages}, whose last stage would do all its work",
+        "use mesh.fsdp and mesh.expert, or train without it",
+    )
+    require(
         not train.remat_offload,
         "train.remat_offload",
         train.remat_offload,

@@ -40,11 +40,11 @@ class Cache(NamedTuple):
 class BlockInputs(NamedTuple):
     """What every block of a stack reads beside the residual stream.
 
-    `rope`: [2, B, T, H/2] (H: what of a head rotates) from `rope_table`, None without rotation. `segments`: int [B, T],
-    tokens attend within equal ids; None when sequences hold one document. `keys`: dropout keys
-    [B], None outside training. `counts`: bool [B, T], False where a position holds padding that
-    experts leave out; None: all count. `load`: [E], pairs per expert of this layer over the whole
-    batch, for a balance loss of that scope; None elsewhere.
+    `rope`: [2, B, T, H/2] from `rope_table`, for the part of a head that rotates; None without
+    rotation. `segments`: int [B, T], tokens attend within equal ids; None when sequences hold one
+    document. `keys`: dropout keys [B], None outside training. `counts`: bool [B, T], False where a
+    position holds padding that experts leave out; None: all count. `load`: [E], pairs per expert of
+    this layer over the whole batch, for a balance loss of that scope; None elsewhere.
     """
 
     rope: jax.Array | None
@@ -82,9 +82,7 @@ class Attention(nn.Module):
         if cache is not None:
             offset, cache = cache.length, cache.append(k_BSKH, v_BSKH)
             k_BSKH, v_BSKH = (x.astype(x_BTD.dtype) for x in (cache.keys, cache.values))
-        out_BTNH = attend_heads(
-            self.model, self.window, q_BTNH, k_BSKH, v_BSKH, inputs, offset
-        )
+        out_BTNH = attend_heads(self.model, self.window, q_BTNH, k_BSKH, v_BSKH, inputs, offset)
         return out_projection(self.model)(out_BTNH), cache
 
     def _project(self, name: str, heads_name: str, num_heads: int) -> Linear:

@@ -45,8 +45,8 @@ class DecoderBlock(nn.Module):
         x_BTD = shard(x_BTD, "batch", "seq_sp", None)
         h_BTD = make_norm(model, "attention_norm")(x_BTD)
         if model.attention.mla.kv_rank:
-            attention = LatentAttention(model, self.spec.window, name="attention")
-            a_BTD, cache = attention(h_BTD, inputs, cache)
+            latent = LatentAttention(model, self.spec.window, name="attention")
+            a_BTD, cache = latent(h_BTD, inputs, cache)
         else:
             attention = Attention(model, self.spec.window, name="attention")
             a_BTD, cache = attention(gather_sequence(h_BTD), inputs, cache)

@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-Keys and values of all heads are made from one latent of a token, and queries, if q_rank is set, from
+Keys and values of all heads are made from one latent of a token and, if q_rank is set, queries from
 another. R is the width of a latent. The part of a head that rotates stands behind the part that
 doesn't, in the half-split layout of `apply_rope`; published DeepSeek weights have its pairs
 interleaved, which is another order of the same columns of queries and keys.

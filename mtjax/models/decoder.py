@@ -46,3 +46,9 @@ def block_groups(model: ModelConfig) -> list[BlockGroup]:
         if rest:
             groups.append(BlockGroup(first + repeat * period, part[repeat * period :], 1))
     return groups
+
+
+def mtp_spec(model: ModelConfig) -> BlockSpec:
+    """The block of each module of multi-token prediction: like the model's last one."""
+    last = model.num_layers - 1
+    return BlockSpec(model, model.windows[last], model.moe.has_experts(last))

@@ -1,5 +1,6 @@
 """Initialise and run a model whose layers are stacked in arrays [repeat, ...] per group."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,14 +13,17 @@ from mtjax.layers.attention import BlockInputs, Cache, cache_shapes
 from mtjax.layers.block import DecoderBlock
 from mtjax.layers.dropout import dropout, fold_rows
 from mtjax.layers.embedding import Embedding, Head
+from mtjax.layers.mtp import MtpModule
 from mtjax.layers.rope import rope_table
-from mtjax.models.decoder import BlockGroup, block_groups
+from mtjax.models.decoder import BlockGroup, block_groups, mtp_spec
 from mtjax.sharding import is_boxed, no_mesh, shard
 
 Params = dict[str, Any]
-"""{"embed": ..., "blocks": {"group0": {"block0": leaves [repeat, ...]}}, "head": ...}"""
+"""{"embed": ..., "blocks": {"group0": {"block0": leaves [repeat, ...]}}, "head": ...}, and "mtp":
+leaves [depth, ...] of a model with multi-token prediction"""
 
 _EMBEDDING_SITE = 2**31 - 1  # dropout site that no layer index reaches
+_MTP_SITE = 3  # beside the three keys that a model's own parameters come from
 
 
 def init_params(model: ModelConfig, key: jax.Array) -> Params:
@@ -47,12 +51,22 @@ def init_params(model: ModelConfig, key: jax.Array) -> Params:
             return {f"block{p}": init_position(p) for p in range(len(group.unit))}
 
         blocks = {f"group{i}": init_group(g) for i, g in enumerate(block_groups(model))}
-        blocks = jax.tree.map(
-            lambda box: box.replace(names=("layers", *box.names)), blocks, is_leaf=is_boxed
-        )
         embed = Embedding(model, jnp.dtype(jnp.float32)).init(embed_key, ids_BT, ids_BT)
         head = Head(model).init(head_key, x_BTD)
-        return {"embed": embed["params"], "blocks": blocks, "head": head["params"]}
+        params = {"embed": embed["params"], "blocks": _stacked(blocks), "head": head["params"]}
+        if model.mtp.depth:
+            module, mtp_key = MtpModule(mtp_spec(model)), jax.random.fold_in(key, _MTP_SITE)
+            keys = jax.vmap(lambda i: jax.random.fold_in(mtp_key, i))(jnp.arange(model.mtp.depth))
+            init = jax.vmap(lambda k: module.init(k, x_BTD, x_BTD, inputs)["params"])
+            params["mtp"] = _stacked(init(keys))
+        return params
+
+
+def _stacked(boxes: Params) -> Params:
+    """Boxes whose values have got a leading dim of layers."""
+    return jax.tree.map(
+        lambda box: box.replace(names=("layers", *box.names)), boxes, is_leaf=is_boxed
+    )
 
 
 def abstract_params(model: ModelConfig) -> Params:
@@ -168,6 +182,40 @@ def rope_angles(model: ModelConfig, positions_BT: jax.Array) -> jax.Array | None
     if model.position != "rope":
         return None
     return rope_table(model.rope, model.rope_dim, positions_BT)
+
+
+def run_mtp(
+    model: ModelConfig,
+    train: TrainConfig,
+    params: Params,
+    h_BTD: jax.Array,
+    tokens: Sequence[jax.Array],
+    positions_BT: jax.Array,
+    extra: Extra,
+) -> tuple[list[jax.Array], Any]:
+    """What the output head reads behind each module, [B, T, D], and statistics {"block": ...}.
+
+    `h_BTD` is what it reads behind the model, `tokens` for each module k = 1, 2, ... the ids [B, T]
+    that stand k places ahead. Of `extra.loads` it takes "mtp".
+    """
+
+    def module(spec, h_BTD, e_BTD, module_params, inputs):
+        return MtpModule(spec).apply({"params": module_params}, h_BTD, e_BTD, inputs)
+
+    run = _rematerialised(module, train, unrolled=True)
+    inputs = BlockInputs(rope_angles(model, positions_BT), extra.segments, None, extra.counts)
+    hidden, stats = [], []
+    for depth, tokens_BT in enumerate(tokens):
+        own = jax.tree.map(lambda leaf, depth=depth: leaf[depth], params["mtp"])
+        if extra.loads is not None and extra.loads["mtp"]["block"] is not None:
+            inputs = inputs._replace(load=extra.loads["mtp"]["block"][depth])
+        if extra.keys is not None:
+            inputs = inputs._replace(keys=fold_rows(extra.keys, model.num_layers + depth))
+        e_BTD = embed_tokens(model, params["embed"], tokens_BT, positions_BT, inputs.keys)
+        h_BTD, found = run(mtp_spec(model), h_BTD, e_BTD, own, inputs)
+        hidden.append(h_BTD)
+        stats.append({"block": found})
+    return hidden, jax.tree.map(lambda *parts: jnp.stack(parts), *stats)
 
 
 class Scanned(NamedTuple):

@@ -131,7 +131,7 @@ def _per_layer(inner: optax.GradientTransformation) -> optax.GradientTransformat
     """Apply `inner` to each layer of the stacks apart, as if they were not stacked."""
 
     def over(name: str, f: Callable) -> Callable:
-        return jax.vmap(f) if name.startswith("group") else f
+        return f if name in ("embed", "head") else jax.vmap(f)
 
     def init(params: Any) -> Any:
         return {name: over(name, inner.init)(tree) for name, tree in _by_stack(params).items()}
@@ -147,10 +147,10 @@ def _per_layer(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def _by_stack(params: Any) -> dict[str, Any]:
-    """Group trees by name, beside embedding and head: each group has its own number of layers."""
-    return {**params["blocks"], "embed": params["embed"], "head": params["head"]}
+    """Group trees by name, beside the other parts: each group has its own number of layers."""
+    return params["blocks"] | {name: tree for name, tree in params.items() if name != "blocks"}
 
 
 def _from_stacks(trees: dict[str, Any]) -> Any:
     blocks = {name: tree for name, tree in trees.items() if name.startswith("group")}
-    return {"embed": trees["embed"], "blocks": blocks, "head": trees["head"]}
+    return {name: tree for name, tree in trees.items() if name not in blocks} | {"blocks": blocks}

@@ -89,9 +89,7 @@ def by_hand(model, params, x_BTD):
                 ]
                 weights = np.exp([scale * q @ k for k in keys])
                 weights /= weights.sum()
-                value = sum(
-                    w * (latents[s] @ params["value"][:, n]) for s, w in enumerate(weights)
-                )
+                value = sum(w * (latents[s] @ params["value"][:, n]) for s, w in enumerate(weights))
                 out[b, t] += value @ params["out"]["kernel"][n]
     return out
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from mtjax.config import AttentionConfig, MlaConfig, ModelConfig, MoeConfig, RopeConfig
+from mtjax.config import (
+    AttentionConfig,
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+    MtpConfig,
+    RopeConfig,
+)
 from mtjax.models.decoder import block_groups
 
 
@@ -32,12 +39,14 @@ def model_from_hf(config: dict[str, Any]) -> ModelConfig:
     gemma = config["model_type"] == "gemma2"
     moe, ffn_dim = _moe(config)
     mla = _mla(config)
+    modules = config.get("num_nextn_predict_layers", 0)
     return ModelConfig(
         vocab_size=config["vocab_size"],
         embed_dim=config["hidden_size"],
         num_layers=config["num_hidden_layers"],
         ffn_dim=ffn_dim,
         moe=moe,
+        mtp=MtpConfig(depth=modules),
         attention=AttentionConfig(
             num_heads=config["num_attention_heads"],
             num_kv_heads=None if mla.kv_rank else config["num_key_value_heads"],
@@ -88,10 +97,11 @@ def _moe(config: dict[str, Any]) -> tuple[MoeConfig, int]:
             ),
             ffn_dim,
         )
+    first_dense = config["first_k_dense_replace"]
     moe = MoeConfig(
-        ffn_dim=width,
+        ffn_dim=width if first_dense else None,
         shared_ffn_dim=width * config["n_shared_experts"],
-        first_dense=config["first_k_dense_replace"],
+        first_dense=first_dense,
         router="softmax" if kind == "deepseek_v2" else "sigmoid",
         score_bias=kind != "deepseek_v2",
         num_groups=config["n_group"],
@@ -99,7 +109,7 @@ def _moe(config: dict[str, Any]) -> tuple[MoeConfig, int]:
         routed_scale=config["routed_scaling_factor"],
         **common,
     )
-    return moe, ffn_dim
+    return moe, ffn_dim if first_dense else width
 
 
 def _mla(config: dict[str, Any]) -> MlaConfig:
@@ -149,7 +159,32 @@ def hf_tree(model: ModelConfig, hf: dict[str, Any], tensors: dict[str, np.ndarra
             units[f"block{position}"] = _nest(stacked)
         blocks[f"group{i}"] = units
     flat = {path: convert(tensors[name]) for path, (name, convert) in top.items()}
-    return _nest(flat) | {"blocks": blocks}
+    tree = _nest(flat) | {"blocks": blocks}
+    if model.mtp.depth:
+        tree["mtp"] = _mtp_tree(model, with_experts, tensors)
+    return tree
+
+
+def _mtp_tree(model: ModelConfig, block: dict[str, Leaf], tensors: dict[str, np.ndarray]) -> Any:
+    module, D = "mtp.layers.{}.", model.embed_dim
+    leaves: dict[str, Leaf] = {
+        "embedding_norm.scale": (module + "enorm.weight", _same),
+        "hidden_norm.scale": (module + "hnorm.weight", _same),
+        "norm.scale": (module + "post_norm.weight", _same),
+        # [D, 2D], the embedding first.
+        "embedding.kernel": (module + "eh_proj.weight", lambda x: x[:, :D].T),
+        "hidden.kernel": (module + "eh_proj.weight", lambda x: x[:, D:].T),
+    }
+    for path, (name, convert) in block.items():
+        name = name.replace("model.layers.{}.", module + "mtp_block.")
+        leaves[f"block.{path}"] = (name, convert)
+    depths = range(model.mtp.depth)
+    return _nest(
+        {
+            path: np.stack([convert(tensors[name.format(k)]) for k in depths])
+            for path, (name, convert) in leaves.items()
+        }
+    )
 
 
 def _nest(flat: dict[str, np.ndarray]) -> dict[str, Any]:
