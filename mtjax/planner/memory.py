@@ -9,7 +9,7 @@ from mtjax.config import Config
 from mtjax.config.model import ModelConfig
 from mtjax.config.pipeline import layers_per_stage
 from mtjax.parallel.schedule import Schedule, make_schedule
-from mtjax.planning.flops import count_expert_params, count_params
+from mtjax.planning.flops import count_expert_params, count_mtp_params, count_params
 
 _COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MOMENT_BYTES = {"adamw": 8, "lion": 4, "muon": 4, "sgd": 4, "adafactor": 0}
@@ -38,7 +38,7 @@ def saved_layers(config: Config) -> int:
     """Blocks times microbatches whose activations a device keeps at the same time."""
     schedule = pipeline_schedule(config)
     if schedule is None:
-        return config.model.num_layers
+        return config.model.num_layers + config.model.mtp.depth
     chunk = max(layers_per_stage(config.model, config.pipeline, config.mesh.pipeline))
     return schedule.num_slots * chunk
 
@@ -54,10 +54,10 @@ def pipeline_schedule(config: Config) -> Schedule | None:
 
 
 def padded_params(model: ModelConfig) -> int:
-    """Parameters with the rows that pad the vocabulary."""
+    """Parameters in training: with the rows that pad the vocabulary, and multi-token prediction."""
     tables = 1 if model.tied_embeddings else 2
     padding = tables * (model.padded_vocab_size - model.vocab_size) * model.embed_dim
-    return count_params(model) + padding
+    return count_params(model) + padding + count_mtp_params(model)
 
 
 def _table_params(model: ModelConfig) -> int:
@@ -151,9 +151,9 @@ def _experts_elements(config: Config) -> float:
 def _gathered_elements(config: Config) -> float:
     """Weights of one block, gathered over fsdp, and their gradients before they are scattered."""
     model, mesh = config.model, config.mesh
-    layers = model.num_layers
+    layers = model.num_layers + model.mtp.depth
     experts = count_expert_params(model) / layers
-    dense = (count_params(model) - _table_params(model)) / layers - experts
+    dense = (padded_params(model) - _table_params(model)) / layers - experts
     gathered = dense / mesh.tensor if mesh.fsdp * mesh.context * mesh.expert > 1 else 0.0
     if mesh.fsdp * mesh.context > 1:
         gathered += experts / (mesh.expert * mesh.tensor)

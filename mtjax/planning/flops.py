@@ -3,8 +3,8 @@
 Convention of every FLOP/s and MFU we print: forward plus backward (backward is twice forward),
 causal attention counted by the area under the diagonal or inside the window, unembedding counted;
 embedding lookup, routers, norms, rotations and recomputation not counted; the vocabulary unpadded.
-Of the experts, a token counts those it uses. The norms over latents are counted, as Megatron-LM
-does: three millionths of DeepSeek-V3.
+Of the experts, a token counts those it uses. The norms over latents and those of multi-token
+prediction are counted, as Megatron-LM does: three millionths of DeepSeek-V3.
 """
 
 from mtjax.config.model import ModelConfig
@@ -17,7 +17,10 @@ CONVENTION = (
 
 
 def count_params(model: ModelConfig) -> int:
-    """Trainable parameters, with the vocabulary unpadded and a tied head counted once."""
+    """Parameters of the model, with the vocabulary unpadded and a tied head counted once.
+
+    As published counts are: without the modules of multi-token prediction, which only train.
+    """
     embed = model.vocab_size * model.embed_dim * (1 if model.tied_embeddings else 2)
     positions = (model.max_positions or 0) * model.embed_dim
     blocks = sum(_block_params(model, layer) for layer in range(model.num_layers))
@@ -29,14 +32,25 @@ def count_active_params(model: ModelConfig) -> int:
     moe = model.moe
     if not moe.num_experts:
         return count_params(model)
-    unused = count_expert_params(model) * (moe.num_experts - moe.top_k) // moe.num_experts
-    return count_params(model) - unused
+    unused = (moe.num_experts - moe.top_k) * _mlp_matrix_params(model, model.expert_dim)
+    return count_params(model) - _layers_with_experts(model) * unused
 
 
 def count_expert_params(model: ModelConfig) -> int:
-    """Parameters of all routed experts."""
-    layers = sum(model.moe.has_experts(layer) for layer in range(model.num_layers))
+    """Parameters of all routed experts in training, with those of multi-token prediction."""
+    layers = _layers_with_experts(model)
+    layers += model.mtp.depth * model.moe.has_experts(model.num_layers - 1)
     return layers * model.moe.num_experts * _mlp_matrix_params(model, model.expert_dim)
+
+
+def _layers_with_experts(model: ModelConfig) -> int:
+    return sum(model.moe.has_experts(layer) for layer in range(model.num_layers))
+
+
+def count_mtp_params(model: ModelConfig) -> int:
+    """Parameters of all modules of multi-token prediction."""
+    module = 2 * model.embed_dim**2 + 3 * _norm_params(model)
+    return model.mtp.depth * (module + _block_params(model, model.num_layers - 1))
 
 
 def _norm_params(model: ModelConfig) -> int:
@@ -101,8 +115,14 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
         raise ValueError(f"seq_len: got {seq_len}, expected at least 1; give the tokens per row")
     layers = sum(_block_matrix_params(model, layer) for layer in range(model.num_layers))
     latents = model.num_layers * _latent_widths(model)
-    matrices = layers + latents + model.vocab_size * model.embed_dim
+    head = model.vocab_size * model.embed_dim
+    matrices = layers + latents + head
     area = sum(attention_area(seq_len, window) for window in model.windows)
+    # A module is one more block, its input projection, and the output head again.
+    last = _block_matrix_params(model, model.num_layers - 1) + _latent_widths(model)
+    module = last + 2 * model.embed_dim**2 + 3 * model.embed_dim + head
+    matrices += model.mtp.depth * module
+    area += model.mtp.depth * attention_area(seq_len, model.windows[-1])
     # Queries times keys, and weights times values: 2 FLOPs per head dim each.
     widths = model.head_dim + model.value_dim
     attention = 2 * area * model.attention.num_heads * widths / seq_len

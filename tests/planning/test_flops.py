@@ -1,15 +1,20 @@
 """Parameter counts and model FLOPs against published numbers."""
 
+import dataclasses
+
 import jax
 import pytest
 
 from mtjax.config.mla import MlaConfig
 from mtjax.config.model import AttentionConfig, ModelConfig
 from mtjax.config.moe import MoeConfig
+from mtjax.config.mtp import MtpConfig
+from mtjax.models.presets import deepseek_v3
 from mtjax.parallel.stack import abstract_params
 from mtjax.planning.flops import (
     attention_area,
     count_active_params,
+    count_mtp_params,
     count_params,
     flops_per_token,
 )
@@ -95,6 +100,21 @@ def test_gpt_counts_follow_the_formula_of_narayanan_2021(embed, layers, heads, b
 )
 def test_flops_per_token_are_the_reference_values(name, seq_len, gflops):
     assert round(flops_per_token(MODELS[name][0], seq_len) / 1e9, 4) == gflops
+
+
+def test_deepseek_v3_without_its_second_token_has_the_reference_value():
+    model = dataclasses.replace(deepseek_v3(), mtp=MtpConfig())
+    assert round(flops_per_token(model, 4096) / 1e9, 4) == 249.8121
+
+
+def test_modules_of_multi_token_prediction_are_counted_as_built():
+    moe = MoeConfig(num_experts=8, top_k=3, router="sigmoid", score_bias=True)
+    model = _decoder(128, 32, 2, 24, 4, moe=moe, mtp=MtpConfig(depth=2))
+    shapes = unbox(abstract_params(model))
+    assert count_mtp_params(model) == sum(leaf.size for leaf in jax.tree.leaves(shapes["mtp"]))
+    assert count_params(model) == sum(
+        leaf.size for name in ("embed", "blocks", "head") for leaf in jax.tree.leaves(shapes[name])
+    )
 
 
 def test_a_window_replaces_the_triangle_by_its_band():
