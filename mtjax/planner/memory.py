@@ -110,7 +110,24 @@ def _block_bytes(config: Config) -> float:
     attention = tokens * (7 * model.embed_dim + 2 * heads / mesh.tensor)
     table = 4 * model.padded_vocab_size * model.embed_dim / mesh.tensor / mesh.pipeline
     attention += _exchanged_elements(config)
-    return compute * (max(mlp, attention) + _gathered_elements(config)) + table
+    working = max(compute * mlp, compute * attention + _score_bytes(config))
+    return working + compute * _gathered_elements(config) + table
+
+
+def _score_bytes(config: Config) -> float:
+    """Attention weights of one block where XLA computes them: float32 and rounded, and cotangents.
+
+    None where "auto" takes cuDNN, which it does not for values of another width than keys.
+    """
+    model, mesh = config.model, config.mesh
+    attention = model.attention
+    if attention.backend != "xla" and not attention.mla.kv_rank:
+        return 0.0
+    keys = config.train.seq_len
+    if attention.exchange == "ring":
+        keys //= mesh.context
+    pairs = _tokens(config) * keys * attention.num_heads / mesh.tensor
+    return 2 * (4 + _COMPUTE_BYTES[config.precision]) * pairs
 
 
 def _projected_width(model: ModelConfig) -> int:
