@@ -1,6 +1,6 @@
 """DeepSeek-V2-Lite at 4096 tokens: 8 of 64 experts per GPU of a host, fsdp across hosts.
 
-Hardware: 1 to 32 hosts of 8 x H200 (fsdp takes what expert leaves).
+Hardware: 1 to 16 hosts of 8 x H200 (fsdp takes what expert leaves).
 Data: python launch.py prepare --source parquet --paths corpus/*.parquet \
     --tokenizer huggingface --tokenizer-path tokenizer.json --output data/corpus --workers 64
 Command: python launch.py --config deepseek_v2_lite.py
@@ -40,7 +40,7 @@ def get_config() -> Config:
             steps=302_000,
             batch_size=4608,
             seq_len=4096,
-            microbatches=18,
+            microbatches=36,
             remat="full",
             eval_every=1000,
         ),

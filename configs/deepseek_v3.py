@@ -42,7 +42,7 @@ def get_config() -> Config:
             steps=241_000,
             batch_size=15360,
             seq_len=4096,
-            microbatches=60,
+            microbatches=30,
             batch_ramp=BatchRampConfig(start=3072, increment=3072, steps=12_400),
             remat="full",
             eval_every=1000,

@@ -120,7 +120,7 @@ def test_a_prompt_longer_than_one_padding_and_one_of_exactly_its_length():
     [
         ("grouped-query", MeshConfig(tensor=2)),
         ("grouped-query", MeshConfig(context=2)),
-        ("latent", MeshConfig(tensor=2)),
+        pytest.param("latent", MeshConfig(tensor=2), marks=pytest.mark.nightly),
         ("experts", MeshConfig(expert=2, tensor=2)),
     ],
 )

@@ -116,7 +116,7 @@ def test_the_formula_of_memory_follows_megatron():
 
 
 def test_the_formula_of_memory_knows_latents_and_modules_of_multi_token_prediction():
-    """82.96 GiB is what XLA assigned for this layout of 256 H200; 8 + 8 + 4 + 4 of it scores."""
+    """XLA assigned 82.96 GiB for this layout of 256 H200, of which 8 + 8 + 4 + 4 are scores."""
     recipe = load_recipe("deepseek_v3")[0]
     train = dataclasses.replace(recipe.train, microbatches=60, batch_ramp=BatchRampConfig())
     config = dataclasses.replace(recipe, mesh=MeshConfig(fsdp=8, expert=32), train=train)
