@@ -36,6 +36,10 @@ RULES: dict[str, tuple[str, ...]] = {
     # Outside of the experts, which take the axis first, expert is a second fsdp axis; context is
     # another: each of its devices would otherwise hold, and sum, the same weights' gradients.
     "embed": ("fsdp", "expert", "context"),
+    # Projections from a latent have no embed dim: this one takes its axes there.
+    "latent": ("fsdp", "expert", "context"),
+    # What a product adds to the residual stream where tokens are split over tensor already.
+    "residual": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),

@@ -9,8 +9,10 @@ from mtjax.config.checkpoint import CheckpointConfig
 from mtjax.config.context import check_context
 from mtjax.config.data import DataConfig
 from mtjax.config.mesh import Layout, MeshConfig
+from mtjax.config.mla import MlaConfig
 from mtjax.config.model import AttentionConfig, ModelConfig, RopeConfig
 from mtjax.config.moe import MoeConfig
+from mtjax.config.mtp import MtpConfig
 from mtjax.config.pipeline import PipelineConfig, PipelineSchedule, check_pipeline
 from mtjax.config.run import DistributedConfig, FaultConfig, MetricsConfig, RunConfig
 from mtjax.config.training import (
@@ -33,8 +35,10 @@ __all__ = [
     "LossScaleConfig",
     "MeshConfig",
     "MetricsConfig",
+    "MlaConfig",
     "ModelConfig",
     "MoeConfig",
+    "MtpConfig",
     "OptimizerConfig",
     "PipelineConfig",
     "RopeConfig",
@@ -150,6 +154,13 @@ def _check_upcycling(config: Config) -> None:
         "checkpoint.resume",
     )
     require(
+        not model.mtp.depth,
+        name,
+        source,
+        "empty with model.mtp, whose modules a dense checkpoint lacks",
+        "set model.mtp.depth to 0 for this run",
+    )
+    require(
         model.expert_dim == model.ffn_dim and not moe.shared_ffn_dim,
         name,
         source,
@@ -168,13 +179,18 @@ def _check_upcycling(config: Config) -> None:
 def _check_mesh(config: Config) -> None:
     """Check that every split dim divides, for the axes whose size is given."""
     model, train, mesh = config.model, config.train, config.mesh
+    shards = "fsdp x mesh.context x mesh.expert"
     splits = [
         ("tensor", "model.attention.num_heads", model.attention.num_heads),
         ("tensor", "model.attention.num_kv_heads", model.num_kv_heads),
         ("tensor", "model.ffn_dim", model.ffn_dim),
         ("pipeline x mesh.tensor", "model.vocab_multiple", model.vocab_multiple),
         ("tensor", "train.seq_len", train.seq_len),
-        ("fsdp x mesh.context x mesh.expert", "model.embed_dim", model.embed_dim),
+        (shards, "model.embed_dim", model.embed_dim),
+    ]
+    splits += [
+        (shards, f"model.attention.mla.{name}", getattr(model.attention.mla, name))
+        for name in ("kv_rank", "q_rank")
     ]
     if model.moe.num_experts:
         experts = model.moe.num_experts
@@ -237,6 +253,7 @@ def resolve_backends(config: Config, platform: str) -> Config:
     _check_expert_products(config, on_gpu)
     call = AttentionCall(
         scale=1.0,
+        value_dim=config.model.value_dim,
         softcap=attention.logit_softcap,
         dropout=attention.dropout,
         packed=config.data.separate_documents,

@@ -6,7 +6,9 @@ from dataclasses import field
 from typing import Literal
 
 from mtjax.config.check import config_class, require, require_defaults
+from mtjax.config.mla import MlaConfig
 from mtjax.config.moe import Dispatcher, MoeConfig
+from mtjax.config.mtp import MtpConfig
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2"]
@@ -20,7 +22,14 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
     "llama3": ("factor", "original_max_positions", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_positions", "beta_fast", "beta_slow"),
+    "yarn": (
+        "factor",
+        "original_max_positions",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+    ),
 }
 """Which fields each scaling reads; setting another is an error."""
 
@@ -45,6 +54,12 @@ class RopeConfig:
     """yarn: dimensions that turn more often than this in the original context are kept."""
     beta_slow: float = 1.0
     """yarn: dimensions that turn less often than this are divided by the factor."""
+    mscale: float = 1.0
+    """yarn: cos and sin are multiplied by m(mscale) / m(mscale_all_dim), where m(c) is
+    0.1 c ln(factor) + 1."""
+    mscale_all_dim: float = 0.0
+    """yarn: query-key products are multiplied by m(mscale_all_dim)^2, also those of dims that don't
+    rotate (DeepSeek-V2)."""
 
     def __post_init__(self) -> None:
         require(self.theta > 0, "model.rope.theta", self.theta, "a positive number", "try 10000")
@@ -71,6 +86,9 @@ class RopeConfig:
                 f"more than {less} ({getattr(self, less)}), which is positive",
                 "change one of them",
             )
+        for name in ("mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            require(value >= 0, f"model.rope.{name}", value, "at least 0", "0 tempers nothing")
 
 
 @config_class("model.attention")
@@ -83,6 +101,8 @@ class AttentionConfig:
     """Key and value heads K, a divisor of num_heads; None means num_heads, 1 is multi-query."""
     head_dim: int | None = None
     """Width H of a head; None means embed_dim / num_heads."""
+    mla: MlaConfig = field(default_factory=MlaConfig)
+    """Keys and values from a latent; it then says how wide heads are, and each has its own keys."""
     qkv_bias: bool = False
     """Add a bias to the query, key and value projections."""
     out_bias: bool = False
@@ -94,7 +114,7 @@ class AttentionConfig:
     logit_softcap: float | None = None
     """Squash attention logits to (-c, c) by c * tanh(logit / c) (Gemma 2)."""
     scale: float | None = None
-    """Factor on query-key products; None means head_dim ** -0.5."""
+    """Factor on query-key products; None means (width of a key head) ** -0.5."""
     dropout: float = 0.0
     """Share of attention weights zeroed in training, in [0, 1)."""
     backend: AttentionBackend = "auto"
@@ -139,6 +159,10 @@ class AttentionConfig:
             "a share in [0, 1)",
             "0 turns it off",
         )
+        if self.mla.kv_rank:
+            direct = ("num_kv_heads", "head_dim", "qkv_bias", "qk_norm")
+            condition = f"model.attention.mla.kv_rank is {self.mla.kv_rank}"
+            require_defaults(self, "model.attention", direct, condition)
 
 
 @config_class("model")
@@ -158,6 +182,8 @@ class ModelConfig:
     otherwise."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     """Experts in place of one feed-forward part."""
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+    """Prediction of tokens beyond the next one."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     """The attention part of a block."""
     position: Literal["rope", "learned", "none"] = "rope"
@@ -200,14 +226,23 @@ class ModelConfig:
             require(value > 0, f"model.{name}", value, "a positive number", "raise it")
         attention = self.attention
         require(
-            attention.head_dim is not None or self.embed_dim % attention.num_heads == 0,
+            attention.head_dim is not None
+            or attention.mla.kv_rank > 0
+            or self.embed_dim % attention.num_heads == 0,
             "model.embed_dim",
             self.embed_dim,
             f"a multiple of attention.num_heads ({attention.num_heads})",
             "or set attention.head_dim",
         )
         require(
-            self.position != "rope" or self.head_dim % 2 == 0,
+            self.position == "rope" or not attention.mla.kv_rank,
+            "model.position",
+            self.position,
+            "'rope' with model.attention.mla, part of whose heads rotates",
+            "use rope or drop the latent",
+        )
+        require(
+            self.position != "rope" or self.rope_dim % 2 == 0,
             "model.attention.head_dim",
             self.head_dim,
             "an even number while position is 'rope'",
@@ -240,6 +275,13 @@ class ModelConfig:
             self.post_norm,
             "False with parallel_residual",
             "choose one",
+        )
+        require(
+            not self.mtp.depth or self.position != "learned",
+            "model.mtp.depth",
+            self.mtp.depth,
+            "0 with learned positions, which embeddings of later tokens would carry",
+            "use model.position rope",
         )
         self._check_experts()
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)", "0 is off")
@@ -277,8 +319,21 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width H of an attention head."""
-        return self.attention.head_dim or self.embed_dim // self.attention.num_heads
+        """Width H of a query or key head."""
+        attention = self.attention
+        if attention.mla.kv_rank:
+            return attention.mla.nope_dim + attention.mla.rope_dim
+        return attention.head_dim or self.embed_dim // attention.num_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.attention.mla.value_dim or self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Part of a head that rotates."""
+        return self.attention.mla.rope_dim or self.head_dim
 
     @property
     def num_kv_heads(self) -> int:

@@ -9,7 +9,15 @@ OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"]
 Precision = Literal["bf16", "fp32", "fp16"]
 
-SAVEABLE_TENSORS = ("qkv", "attention_out", "ffn_in", "block_out", "expert_in", "expert_out")
+SAVEABLE_TENSORS = (
+    "qkv",
+    "latent",
+    "attention_out",
+    "ffn_in",
+    "block_out",
+    "expert_in",
+    "expert_out",
+)
 """Names that a block gives to the tensors that remat=selective may keep."""
 
 

@@ -1,6 +1,6 @@
 """Attention: projections, rotation, and the backends that compute softmax(QK)V."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from flax import linen as nn
@@ -12,14 +12,15 @@ from mtjax.layers.context import attend_across
 from mtjax.layers.dropout import fold_rows
 from mtjax.layers.linear import Linear
 from mtjax.layers.norm import RMSNorm
-from mtjax.layers.rope import apply_rope
+from mtjax.layers.rope import apply_rope, product_factor
 from mtjax.sharding import all_mesh_axes, shard
 
 
 class Cache(NamedTuple):
     """Keys and values of the tokens already seen, for generation.
 
-    `keys`, `values`: [B, S, K, H] buffers; `length`: int32 scalar, tokens already stored.
+    `keys`, `values`: [B, S, K, H] buffers, of `cache_shapes`; with latent attention the latent and
+    the key that rotates, of one head that all share; `length`: int32 scalar, tokens already stored.
     """
 
     keys: jax.Array
@@ -39,11 +40,11 @@ class Cache(NamedTuple):
 class BlockInputs(NamedTuple):
     """What every block of a stack reads beside the residual stream.
 
-    `rope`: [2, B, T, H/2] from `rope_table`, None without rotation. `segments`: int [B, T],
-    tokens attend within equal ids; None when sequences hold one document. `keys`: dropout keys
-    [B], None outside training. `counts`: bool [B, T], False where a position holds padding that
-    experts leave out; None: all count. `load`: [E], pairs per expert of this layer over the whole
-    batch, for a balance loss of that scope; None elsewhere.
+    `rope`: [2, B, T, H/2] from `rope_table`, for the part of a head that rotates; None without
+    rotation. `segments`: int [B, T], tokens attend within equal ids; None when sequences hold one
+    document. `keys`: dropout keys [B], None outside training. `counts`: bool [B, T], False where a
+    position holds padding that experts leave out; None: all count. `load`: [E], pairs per expert of
+    this layer over the whole batch, for a balance loss of that scope; None elsewhere.
     """
 
     rope: jax.Array | None
@@ -77,32 +78,12 @@ class Attention(nn.Module):
             checkpoint_name(shard(t, *names), "qkv") for t in (q_BTNH, k_BTKH, v_BTKH)
         )
 
-        offset: Any = 0
+        offset = None
         if cache is not None:
             offset, cache = cache.length, cache.append(k_BSKH, v_BSKH)
             k_BSKH, v_BSKH = (x.astype(x_BTD.dtype) for x in (cache.keys, cache.values))
-        call = AttentionCall(
-            scale=config.scale or self.model.head_dim**-0.5,
-            window=self.window,
-            softcap=config.logit_softcap,
-            dropout=config.dropout if inputs.keys is not None else 0.0,
-            packed=inputs.segments is not None,
-            cached=cache is not None,
-            exchange=config.exchange if all_mesh_axes("seq") else None,
-        )
-        keys_B = None if inputs.keys is None else fold_rows(inputs.keys, 0)
-        operands = (config.backend, call, q_BTNH, k_BSKH, v_BSKH, inputs.segments, keys_B)
-        out_BTNH = attend_across(*operands) if call.exchange else attend(*operands, offset)
-        out_BTNH = checkpoint_name(shard(out_BTNH, *names), "attention_out")
-        projection = Linear(
-            (self.model.embed_dim,),
-            ("heads", "head_dim", "embed"),
-            self.model.init_std / (2 * self.model.num_layers) ** 0.5,
-            num_in=2,
-            use_bias=config.out_bias,
-            name="out",
-        )
-        return projection(out_BTNH), cache
+        out_BTNH = attend_heads(self.model, self.window, q_BTNH, k_BSKH, v_BSKH, inputs, offset)
+        return out_projection(self.model)(out_BTNH), cache
 
     def _project(self, name: str, heads_name: str, num_heads: int) -> Linear:
         return Linear(
@@ -115,3 +96,56 @@ class Attention(nn.Module):
 
     def _head_norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.model.norm_epsilon, self.model.norm_unit_offset, name=name)
+
+
+def attend_heads(
+    model: ModelConfig,
+    window: int,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    inputs: BlockInputs,
+    offset: jax.Array | None = None,
+) -> jax.Array:
+    """What each head gives [B, T, N, H of values], by the backend and exchange of the config.
+
+    `offset`: index of the first query among the keys of a cache; None without one.
+    """
+    config = model.attention
+    call = AttentionCall(
+        scale=(config.scale or model.head_dim**-0.5) * product_factor(model.rope),
+        value_dim=v_BSKH.shape[-1],
+        window=window,
+        softcap=config.logit_softcap,
+        dropout=config.dropout if inputs.keys is not None else 0.0,
+        packed=inputs.segments is not None,
+        cached=offset is not None,
+        exchange=config.exchange if all_mesh_axes("seq") else None,
+    )
+    keys_B = None if inputs.keys is None else fold_rows(inputs.keys, 0)
+    operands = (config.backend, call, q_BTNH, k_BSKH, v_BSKH, inputs.segments, keys_B)
+    if call.exchange:
+        out_BTNH = attend_across(*operands)
+    else:
+        out_BTNH = attend(*operands, 0 if offset is None else offset)
+    return checkpoint_name(shard(out_BTNH, "batch", "seq", "act_heads", None), "attention_out")
+
+
+def out_projection(model: ModelConfig) -> Linear:
+    """From the heads back to the residual stream."""
+    return Linear(
+        (model.embed_dim,),
+        ("heads", "head_dim", "embed"),
+        model.init_std / (2 * model.num_layers) ** 0.5,
+        num_in=2,
+        use_bias=model.attention.out_bias,
+        name="out",
+    )
+
+
+def cache_shapes(model: ModelConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Heads and width of what a cache keeps of a token, as keys and as values."""
+    mla = model.attention.mla
+    if mla.kv_rank:
+        return (1, mla.kv_rank), (1, mla.rope_dim)
+    return (model.num_kv_heads, model.head_dim), (model.num_kv_heads, model.head_dim)

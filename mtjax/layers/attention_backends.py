@@ -16,6 +16,8 @@ class AttentionCall:
     """The static features of one attention call; it is always causal."""
 
     scale: float
+    value_dim: int | None = None
+    """Width of a value head; None: that of a key head."""
     window: int = 0
     """Tokens a query sees, itself included; 0 is all before it."""
     softcap: float | None = None
@@ -52,6 +54,8 @@ def unsupported(backend: str, call: AttentionCall, head_dim: int, dtype: Any) ->
         return f"{jnp.dtype(dtype).name} activations"
     if head_dim > 128 or head_dim % 8:
         return f"head_dim {head_dim} (at most 128, a multiple of 8)"
+    if call.value_dim not in (None, head_dim):
+        return f"values of width {call.value_dim} with keys of width {head_dim}"
     return None
 
 
@@ -66,6 +70,8 @@ def attend(
     offset: int | jax.Array,
 ) -> jax.Array:
     """Causal attention [B, T, N, H]; query t stands at key index t + offset.
+
+    With the xla backend values, and so the output, may have another width than keys.
 
     Raises:
         ValueError: the backend does not support the call, or is still "auto".
@@ -128,7 +134,7 @@ def _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset) -> ja
         names = ("batch", "act_heads", None, "seq", None)
         keep = keep_mask(keys_B, call.dropout, weights.shape[1:], *names)
         weights = jnp.where(keep, weights / (1.0 - call.dropout), jnp.zeros((), weights.dtype))
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH).reshape(B, T, N, H)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH).reshape(B, T, N, -1)
 
 
 def _attend_cudnn(call, q_BTNH, k_BSKH, v_BSKH, segments_BT) -> jax.Array:

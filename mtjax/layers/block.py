@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mtjax.config.model import ModelConfig
 from mtjax.layers.attention import Attention, BlockInputs, Cache
 from mtjax.layers.dropout import dropout, fold_rows
+from mtjax.layers.mla import LatentAttention
 from mtjax.layers.mlp import Mlp
 from mtjax.layers.moe import Moe
 from mtjax.layers.norm import make_norm
@@ -41,10 +42,14 @@ class DecoderBlock(nn.Module):
         self, x_BTD: jax.Array, inputs: BlockInputs, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None, RouterStats | None]:
         model = self.spec.model
-        attention = Attention(model, self.spec.window, name="attention")
         x_BTD = shard(x_BTD, "batch", "seq_sp", None)
-        h_BTD = gather_sequence(make_norm(model, "attention_norm")(x_BTD))
-        a_BTD, cache = attention(h_BTD, inputs, cache)
+        h_BTD = make_norm(model, "attention_norm")(x_BTD)
+        if model.attention.mla.kv_rank:
+            latent = LatentAttention(model, self.spec.window, name="attention")
+            a_BTD, cache = latent(h_BTD, inputs, cache)
+        else:
+            attention = Attention(model, self.spec.window, name="attention")
+            a_BTD, cache = attention(gather_sequence(h_BTD), inputs, cache)
         a_BTD = self._leave_branch(a_BTD, "attention_post_norm", 1, inputs.keys)
         residual_BTD = x_BTD if model.parallel_residual else x_BTD + a_BTD
         h_BTD = make_norm(model, "mlp_norm")(residual_BTD)

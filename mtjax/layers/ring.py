@@ -52,7 +52,7 @@ def _ring_forward(backend, call, axis, q, k, v, segments):
 
 
 class _Travelling(NamedTuple):
-    """What goes round: keys and values [2, B, T, K, H], and their documents [B, T] or None."""
+    """What goes round: keys beside values [B, T, K, 2H], and their documents [B, T] or None."""
 
     kv: jax.Array
     segments: Any
@@ -73,13 +73,13 @@ def _send_with(here: _Travelling, dkv: jax.Array, axis: str) -> tuple[_Travellin
     """
     kv = here.kv
     unsigned = {2: jnp.uint16, 4: jnp.uint32}[kv.dtype.itemsize]
-    head_dim = kv.shape[-1]
+    width = kv.shape[-1]
     bits = jax.lax.bitcast_convert_type(dkv, unsigned).reshape(*kv.shape[:-1], -1)
     both = jnp.concatenate([jax.lax.bitcast_convert_type(kv, unsigned), bits], axis=-1)
     both = _send(both, axis)
-    parts = both[..., head_dim:].reshape(*dkv.shape, -1)
+    parts = both[..., width:].reshape(*dkv.shape, -1)
     dkv = jax.lax.bitcast_convert_type(parts[..., 0] if parts.shape[-1] == 1 else parts, dkv.dtype)
-    kv = jax.lax.bitcast_convert_type(both[..., :head_dim], kv.dtype)
+    kv = jax.lax.bitcast_convert_type(both[..., :width], kv.dtype)
     segments = jax.tree.map(lambda leaf: _send(leaf, axis), here.segments)
     return _Travelling(kv, segments), dkv
 
@@ -87,7 +87,7 @@ def _send_with(here: _Travelling, dkv: jax.Array, axis: str) -> tuple[_Travellin
 def _forward(backend, call, axis, q, k, v, segments):
     """Output [B, T, N, H] and log-sum-exp [B, N, T]."""
     size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    home = _Travelling(jnp.stack((k, v)), segments)
+    home = _Travelling(_beside(k, v), segments)
     coming = home.send(axis)
     mask = _home_mask(call, size, rank, q.shape[1] // 2, segments)
     out, lse = block_forward(backend, call, q, k, v, mask, causal=True)
@@ -115,12 +115,12 @@ def _forward(backend, call, axis, q, k, v, segments):
 def _ring_backward(backend, call, axis, residuals, dout):
     q, k, v, segments, out, lse = residuals
     size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    home = _Travelling(jnp.stack((k, v)), segments)
+    home = _Travelling(_beside(k, v), segments)
     coming = home.send(axis)
     mask = _home_mask(call, size, rank, q.shape[1] // 2, segments)
     dq, dk, dv = block_backward(backend, call, q, k, v, mask, out, lse, dout, causal=True)
     dq_a, dq_b = _halves(dq, 1)
-    dkv = jnp.stack((dk, dv))
+    dkv = _beside(dk, dv)
     for step in range(1, size):
         here, dq_b = jax.lax.optimization_barrier((coming, dq_b))
         # Gradients travel with what they belong to, one block behind.
@@ -138,11 +138,11 @@ def _ring_backward(backend, call, axis, residuals, dout):
         (dq_1, dq_2), (dk_1, dk_2), (dv_1, dv_2) = (_halves(g, 0) for g in gradients)
         dq_a += _pick(earlier, dq_2, jnp.zeros_like(dq_2))
         dq_b += dq_1 + _pick(earlier, jnp.zeros_like(dq_2), dq_2)
-        first, second = jnp.stack((dk_1, dv_1)), jnp.stack((dk_2, dv_2))
+        first, second = _beside(dk_1, dv_1), _beside(dk_2, dv_2)
         none = jnp.zeros_like(second)
         added = [first + _pick(earlier, second, none), _pick(earlier, none, second)]
-        dkv += jnp.concatenate(added, axis=2)
-    dk, dv = _send(dkv, axis)
+        dkv += jnp.concatenate(added, axis=1)
+    dk, dv = jnp.split(_send(dkv, axis), (k.shape[-1],), axis=-1)
     dq = jnp.concatenate([dq_a, dq_b], axis=1)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
@@ -163,7 +163,7 @@ def _pairs(call, size, rank, step, q, segments, here: _Travelling) -> _Pairs:
     """The later own chunk with the visitor's first; then, of a visitor from an earlier shard, the
     first own chunk with its first, else the later own chunk with its later one."""
     earlier = step <= rank
-    k, v = here.kv
+    k, v = jnp.split(here.kv, (q.shape[-1],), axis=-1)
     (k_1, k_2), (v_1, v_2) = _halves(k, 1), _halves(v, 1)
     keys = jnp.concatenate([k_1, _pick(earlier, k_1, k_2)])
     values = jnp.concatenate([v_1, _pick(earlier, v_1, v_2)])
@@ -221,6 +221,10 @@ def _two(earlier, x, axis):
     """The later half, and the first or the later one, stacked in the batch."""
     first, later = _halves(x, axis)
     return jnp.concatenate([later, _pick(earlier, first, later)])
+
+
+def _beside(k, v):
+    return jnp.concatenate((k, v), axis=-1)
 
 
 def _halves(x, axis):

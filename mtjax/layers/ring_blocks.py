@@ -29,12 +29,12 @@ def block_forward(
     if backend == "cudnn":
         out, lse = _cudnn(call, q_BTNH, k_BSKH, v_BSKH, mask, causal)
         return out.astype(jnp.float32), lse.astype(jnp.float32)
-    B, T, N, H = q_BTNH.shape
+    B, T, N, _ = q_BTNH.shape
     logits_BKGTS, _ = _logits(call, q_BTNH, k_BSKH, mask, causal)
     lse_BKGT = jax.nn.logsumexp(logits_BKGTS, axis=-1)
     weights = jnp.exp(logits_BKGTS - lse_BKGT[..., None]).astype(v_BSKH.dtype)
     out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH, preferred_element_type=jnp.float32)
-    return out.reshape(B, T, N, H), lse_BKGT.reshape(B, N, T)
+    return out.reshape(B, T, N, -1), lse_BKGT.reshape(B, N, T)
 
 
 def block_backward(
@@ -63,7 +63,7 @@ def block_backward(
     K = k_BSKH.shape[2]
 
     def grouped(x: jax.Array) -> jax.Array:
-        return x.reshape(B, T, K, N // K, H)
+        return x.reshape(B, T, K, N // K, -1)
 
     logits, slope = _logits(call, q_BTNH, k_BSKH, mask, causal)
     weights = jnp.exp(logits - lse_BNT.reshape(B, K, N // K, T)[..., None])

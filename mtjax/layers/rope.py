@@ -33,7 +33,17 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
     bounds = [_dim_with_turns(config, head_dim, beta) for beta in _yarn_betas(config)]
     first, last = max(math.floor(bounds[0]), 0), min(math.ceil(bounds[1]), head_dim - 1)
     ramp = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0.0, 1.0)
-    return frequencies + (stretched - frequencies) * ramp, 0.1 * math.log(config.factor) + 1.0
+    temper = _yarn_temper(config, config.mscale) / _yarn_temper(config, config.mscale_all_dim)
+    return frequencies + (stretched - frequencies) * ramp, temper
+
+
+def product_factor(config: RopeConfig) -> float:
+    """Factor on query-key products beside what cos and sin carry: YaRN's, as DeepSeek-V2 has it."""
+    return _yarn_temper(config, config.mscale_all_dim) ** 2 if config.scaling == "yarn" else 1.0
+
+
+def _yarn_temper(config: RopeConfig, mscale: float) -> float:
+    return 0.1 * mscale * math.log(config.factor) + 1.0
 
 
 def _yarn_betas(config: RopeConfig) -> tuple[float, float]:

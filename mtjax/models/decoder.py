@@ -36,3 +36,9 @@ def block_groups(model: ModelConfig) -> list[BlockGroup]:
         if rest:
             groups.append(BlockGroup(stop - rest, specs[stop - rest : stop], 1))
     return groups
+
+
+def mtp_spec(model: ModelConfig) -> BlockSpec:
+    """The block of each module of multi-token prediction: like the model's last one."""
+    last = model.num_layers - 1
+    return BlockSpec(model, model.windows[last], model.moe.has_experts(last))

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+from mtjax.config.mla import MlaConfig
 from mtjax.config.model import AttentionConfig, ModelConfig, RopeConfig
 from mtjax.config.moe import MoeConfig
+from mtjax.config.mtp import MtpConfig
 
 
 def gpt2_124m(dropout: float = 0.0) -> ModelConfig:
@@ -87,6 +89,111 @@ def qwen3_30b_a3b() -> ModelConfig:
         rope=RopeConfig(theta=1e6),
         norm_epsilon=1e-6,
     )
+
+
+def deepseek_v2_lite() -> ModelConfig:
+    """DeepSeek-V2-Lite (arXiv 2405.04434, appendix B): 15,706,484,224 parameters, 2.7 B active."""
+    moe = MoeConfig(
+        num_experts=64,
+        top_k=6,
+        ffn_dim=1408,
+        shared_ffn_dim=2 * 1408,
+        first_dense=1,
+        renormalize=False,
+        balance_coefficient=1e-3,
+        balance_scope="sequence",
+        capacity_factor=1.5,
+    )
+    return _deepseek(
+        layers=27, embed=2048, ffn=10944, heads=16, vocab=102400, q_rank=0, mscale=0.707, moe=moe
+    )
+
+
+def deepseek_v2() -> ModelConfig:
+    """DeepSeek-V2 (arXiv 2405.04434, section 3.1.2): 235,741,434,880 parameters, 21.4 B active."""
+    moe = MoeConfig(
+        num_experts=160,
+        top_k=6,
+        ffn_dim=1536,
+        shared_ffn_dim=2 * 1536,
+        first_dense=1,
+        renormalize=False,
+        routed_scale=16.0,
+        num_groups=8,
+        top_groups=3,
+        balance_coefficient=3e-3,
+        balance_scope="sequence",
+        device_groups=8,
+        device_balance_coefficient=0.05,
+        capacity_factor=1.5,
+    )
+    return _deepseek(
+        layers=60, embed=5120, ffn=12288, heads=128, vocab=102400, q_rank=1536, mscale=0.707,
+        moe=moe,
+    )  # fmt: skip
+
+
+def deepseek_v3() -> ModelConfig:
+    """DeepSeek-V3 (arXiv 2412.19437, section 4.2): 671,026,419,200 parameters, 37.5 B active; and
+    11.6 B of multi-token prediction."""
+    moe = MoeConfig(
+        num_experts=256,
+        top_k=8,
+        ffn_dim=2048,
+        shared_ffn_dim=2048,
+        first_dense=3,
+        router="sigmoid",
+        routed_scale=2.5,
+        num_groups=8,
+        top_groups=4,
+        score_bias=True,
+        bias_update_rate=1e-3,
+        balance_coefficient=1e-4,
+        balance_scope="sequence",
+        capacity_factor=1.5,
+    )
+    dense = _deepseek(
+        layers=61, embed=7168, ffn=18432, heads=128, vocab=129280, q_rank=1536, mscale=1.0, moe=moe
+    )
+    return dataclasses.replace(dense, mtp=MtpConfig(depth=1, coefficient=0.3))
+
+
+def _deepseek(
+    *,
+    layers: int,
+    embed: int,
+    ffn: int,
+    heads: int,
+    vocab: int,
+    q_rank: int,
+    mscale: float,
+    moe: MoeConfig,
+) -> ModelConfig:
+    """DeepSeek-V2 and V3: latent attention, experts above the first layers, YaRN from 4096 tokens
+    to 163840, all weights of standard deviation 0.006 at the start."""
+    mla = MlaConfig(kv_rank=512, q_rank=q_rank, nope_dim=128, rope_dim=64, value_dim=128)
+    return ModelConfig(
+        vocab_size=vocab,
+        embed_dim=embed,
+        num_layers=layers,
+        ffn_dim=ffn,
+        moe=moe,
+        attention=AttentionConfig(num_heads=heads, mla=mla),
+        rope=RopeConfig(
+            scaling="yarn",
+            factor=40.0,
+            original_max_positions=4096,
+            mscale=mscale,
+            mscale_all_dim=mscale,
+        ),
+        norm_epsilon=1e-6,
+        init_std=0.006,
+    )
+
+
+def without_yarn(model: ModelConfig) -> ModelConfig:
+    """The model as it is trained before its context is extended."""
+    return dataclasses.replace(model, rope=RopeConfig(theta=model.rope.theta))
 
 
 def _mixtral(*, layers: int, embed: int, ffn: int, heads: int) -> ModelConfig:

@@ -1,25 +1,29 @@
 """Initialise and run a model whose layers are stacked in arrays [repeat, ...] per group."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_policies as policies
 
-from mtjax.config.model import ModelConfig
+from mtjax.config.model import AttentionConfig, ModelConfig
 from mtjax.config.training import TrainConfig
-from mtjax.layers.attention import BlockInputs, Cache
+from mtjax.layers.attention import BlockInputs, Cache, cache_shapes
 from mtjax.layers.block import DecoderBlock
 from mtjax.layers.dropout import dropout, fold_rows
 from mtjax.layers.embedding import Embedding, Head
+from mtjax.layers.mtp import MtpModule
 from mtjax.layers.rope import rope_table
-from mtjax.models.decoder import BlockGroup, block_groups
+from mtjax.models.decoder import BlockGroup, block_groups, mtp_spec
 from mtjax.sharding import all_mesh_axes, is_boxed, no_mesh, shard
 
 Params = dict[str, Any]
-"""{"embed": ..., "blocks": {"group0": {"block0": leaves [repeat, ...]}}, "head": ...}"""
+"""{"embed": ..., "blocks": {"group0": {"block0": leaves [repeat, ...]}}, "head": ...}, and "mtp":
+leaves [depth, ...] of a model with multi-token prediction"""
 
 _EMBEDDING_SITE = 2**31 - 1  # dropout site that no layer index reaches
+_MTP_SITE = 3  # beside the three keys that a model's own parameters come from
 
 
 def init_params(model: ModelConfig, key: jax.Array) -> Params:
@@ -47,12 +51,22 @@ def init_params(model: ModelConfig, key: jax.Array) -> Params:
             return {f"block{p}": init_position(p) for p in range(len(group.unit))}
 
         blocks = {f"group{i}": init_group(g) for i, g in enumerate(block_groups(model))}
-        blocks = jax.tree.map(
-            lambda box: box.replace(names=("layers", *box.names)), blocks, is_leaf=is_boxed
-        )
         embed = Embedding(model, jnp.dtype(jnp.float32)).init(embed_key, ids_BT, ids_BT)
         head = Head(model).init(head_key, x_BTD)
-        return {"embed": embed["params"], "blocks": blocks, "head": head["params"]}
+        params = {"embed": embed["params"], "blocks": _stacked(blocks), "head": head["params"]}
+        if model.mtp.depth:
+            module, mtp_key = MtpModule(mtp_spec(model)), jax.random.fold_in(key, _MTP_SITE)
+            keys = jax.vmap(lambda i: jax.random.fold_in(mtp_key, i))(jnp.arange(model.mtp.depth))
+            init = jax.vmap(lambda k: module.init(k, x_BTD, x_BTD, inputs)["params"])
+            params["mtp"] = _stacked(init(keys))
+        return params
+
+
+def _stacked(boxes: Params) -> Params:
+    """Boxes whose values have got a leading dim of layers."""
+    return jax.tree.map(
+        lambda box: box.replace(names=("layers", *box.names)), boxes, is_leaf=is_boxed
+    )
 
 
 def abstract_params(model: ModelConfig) -> Params:
@@ -148,14 +162,14 @@ def output_head(
 
 def init_caches(model: ModelConfig, batch: int, length: int, dtype: Any) -> Any:
     """Empty key-value caches for `length` tokens of `batch` sequences, per group and block."""
-    shape = (batch, length, model.num_kv_heads, model.head_dim)
+    keys, values = cache_shapes(model)
 
     def one(repeat: int) -> Cache:
-        def buffer():
-            zeros = jnp.zeros((repeat, *shape), dtype)
-            return shard(zeros, "layers", "batch", None, "act_heads", None)
+        def buffer(heads: int, width: int) -> jax.Array:
+            zeros = jnp.zeros((repeat, batch, length, heads, width), dtype)
+            return shard(zeros, "layers", "batch", None, "act_heads" if heads > 1 else None, None)
 
-        return Cache(buffer(), buffer(), jnp.zeros((repeat,), jnp.int32))
+        return Cache(buffer(*keys), buffer(*values), jnp.zeros((repeat,), jnp.int32))
 
     return {
         f"group{i}": {f"block{p}": one(group.repeat) for p in range(len(group.unit))}
@@ -167,7 +181,41 @@ def rope_angles(model: ModelConfig, positions_BT: jax.Array) -> jax.Array | None
     """`rope_table` of these positions, None for a model without rotation."""
     if model.position != "rope":
         return None
-    return rope_table(model.rope, model.head_dim, positions_BT)
+    return rope_table(model.rope, model.rope_dim, positions_BT)
+
+
+def run_mtp(
+    model: ModelConfig,
+    train: TrainConfig,
+    params: Params,
+    h_BTD: jax.Array,
+    tokens: Sequence[jax.Array],
+    positions_BT: jax.Array,
+    extra: Extra,
+) -> tuple[list[jax.Array], Any]:
+    """What the output head reads behind each module, [B, T, D], and statistics {"block": ...}.
+
+    `h_BTD` is what it reads behind the model, `tokens` for each module k = 1, 2, ... the ids [B, T]
+    that stand k places ahead. Of `extra.loads` it takes "mtp".
+    """
+
+    def module(spec, h_BTD, e_BTD, module_params, inputs):
+        return MtpModule(spec).apply({"params": module_params}, h_BTD, e_BTD, inputs)
+
+    run = _rematerialised(module, train, model.attention, unrolled=True)
+    inputs = BlockInputs(rope_angles(model, positions_BT), extra.segments, None, extra.counts)
+    hidden, stats = [], []
+    for depth, tokens_BT in enumerate(tokens):
+        own = jax.tree.map(lambda leaf, depth=depth: leaf[depth], params["mtp"])
+        if extra.loads is not None and extra.loads["mtp"]["block"] is not None:
+            inputs = inputs._replace(load=extra.loads["mtp"]["block"][depth])
+        if extra.keys is not None:
+            inputs = inputs._replace(keys=fold_rows(extra.keys, model.num_layers + depth))
+        e_BTD = embed_tokens(model, params["embed"], tokens_BT, positions_BT, inputs.keys)
+        h_BTD, found = run(mtp_spec(model), h_BTD, e_BTD, own, inputs)
+        hidden.append(h_BTD)
+        stats.append({"block": found})
+    return hidden, jax.tree.map(lambda *parts: jnp.stack(parts), *stats)
 
 
 class Scanned(NamedTuple):
@@ -193,9 +241,7 @@ def run_units(
         return DecoderBlock(spec).apply({"params": layer_params}, x_BTD, inputs, cache)
 
     attention = group.unit[0].model.attention
-    # Its backward pass reads an output of its own, which is what the projection behind it reads.
-    keeps_output = attention.backend == "cudnn" and not all_mesh_axes("seq")
-    run = _rematerialised(block, train, keeps_output, unrolled=train.unroll_layers)
+    run = _rematerialised(block, train, attention, unrolled=train.unroll_layers)
 
     def unit(x_BTD, scanned):
         out_caches, out_stats = {}, {}
@@ -222,14 +268,17 @@ def run_units(
 
 
 def _rematerialised(
-    block: Any, train: TrainConfig, attention_keeps_output: bool, *, unrolled: bool
+    block: Any, train: TrainConfig, attention: AttentionConfig, *, unrolled: bool
 ) -> Any:
     """The block under the rematerialisation that train.remat asks for."""
     if train.remat == "none":
         return block
     policy = None
     if train.remat == "selective":
-        policy = _selective_policy(train, attention_keeps_output)
+        # cuDNN's backward pass reads an output of its own, which is what the projection behind
+        # it reads.
+        keeps_output = attention.backend == "cudnn" and not all_mesh_axes("seq")
+        policy = _selective_policy(train, keeps_output)
     # Inside a scan common-subexpression elimination can't undo the recomputation.
     return jax.checkpoint(block, policy=policy, prevent_cse=unrolled, static_argnums=(0,))
 

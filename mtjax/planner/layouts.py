@@ -130,8 +130,10 @@ def _exchanged_bytes(config: Config, tokens: float) -> float:
     size = mesh.context
     if size == 1:
         return 0.0
-    per_head = tokens * model.head_dim * model.num_layers / mesh.tensor / mesh.pipeline
-    kv, queries = 2 * model.num_kv_heads * per_head, model.attention.num_heads * per_head
+    layers = tokens * model.num_layers / mesh.tensor / mesh.pipeline
+    widths = model.head_dim + model.value_dim
+    kv = model.num_kv_heads * widths * layers
+    queries = model.attention.num_heads * widths / 2 * layers
     if model.attention.exchange == "ring":
         return (size - 1) * (2 + 2) * kv + size * 4 * kv
     if model.attention.exchange == "allgather":

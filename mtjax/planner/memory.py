@@ -10,7 +10,7 @@ from mtjax.config.model import ModelConfig
 from mtjax.config.moe import MoeConfig
 from mtjax.parallel.schedule import Schedule, make_schedule
 from mtjax.parallel.stages import stage_layout
-from mtjax.planning.flops import count_expert_params, count_params
+from mtjax.planning.flops import count_expert_params, count_mtp_params, count_params
 
 _COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MOMENT_BYTES = {"adamw": 8, "lion": 4, "muon": 4, "sgd": 4, "adafactor": 0}
@@ -39,7 +39,7 @@ def saved_layers(config: Config) -> int:
     """Blocks times microbatches whose activations a device keeps at the same time."""
     schedule = pipeline_schedule(config)
     if schedule is None:
-        return config.model.num_layers
+        return config.model.num_layers + config.model.mtp.depth
     layout = stage_layout(config.model, config.pipeline, config.mesh.pipeline)
     # All chunks of all stages have the same places, with a layer or without.
     chunk = sum(run.real_VSUP[0, 0].size for run in layout.runs.values())
@@ -57,10 +57,10 @@ def pipeline_schedule(config: Config) -> Schedule | None:
 
 
 def padded_params(model: ModelConfig) -> int:
-    """Parameters with the rows that pad the vocabulary."""
+    """Parameters in training: with the rows that pad the vocabulary, and multi-token prediction."""
     tables = 1 if model.tied_embeddings else 2
     padding = tables * (model.padded_vocab_size - model.vocab_size) * model.embed_dim
-    return count_params(model) + padding
+    return count_params(model) + padding + count_mtp_params(model)
 
 
 def _table_params(model: ModelConfig) -> int:
@@ -78,12 +78,14 @@ def _tokens(config: Config) -> float:
 def _saved_bytes(config: Config) -> float:
     """What one block keeps for its backward pass: always its input, 2sbh/t bytes in bf16."""
     model, train, tensor = config.model, config.train, config.mesh.tensor
-    heads = (model.attention.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    width = model.attention.num_heads * model.head_dim
+    heads = _projected_width(model)
     gates = 2 if model.gated else 1
+    mla = model.attention.mla
     sizes = {
         "qkv": heads,
-        "attention_out": width,
+        # Held whole by each device of the axis tensor.
+        "latent": (mla.kv_rank + mla.q_rank) * tensor,
+        "attention_out": model.attention.num_heads * model.value_dim,
         "ffn_in": gates * model.ffn_dim,
         "block_out": 2 * model.embed_dim,
     }
@@ -102,7 +104,7 @@ def _block_bytes(config: Config) -> float:
     """A block's backward pass, beside the float32 gradient of the output table that waits."""
     model, mesh = config.model, config.mesh
     tokens, compute = _tokens(config), _COMPUTE_BYTES[config.precision]
-    heads = (model.attention.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    heads = _projected_width(model)
     # Gate, up, their product and two cotangents; block input, normed input and two cotangents.
     mlp = tokens * (5 * model.ffn_dim / mesh.tensor + 4 * model.embed_dim)
     if model.moe.num_experts:
@@ -111,7 +113,30 @@ def _block_bytes(config: Config) -> float:
     attention = tokens * (7 * model.embed_dim + 2 * heads / mesh.tensor)
     table = 4 * model.padded_vocab_size * model.embed_dim / mesh.tensor / mesh.pipeline
     attention += _exchanged_elements(config)
-    return compute * (max(mlp, attention) + _gathered_elements(config)) + table
+    working = max(compute * mlp, compute * attention + _score_bytes(config))
+    return working + compute * _gathered_elements(config) + table
+
+
+def _score_bytes(config: Config) -> float:
+    """Attention weights of one block where XLA computes them: float32 and rounded, and cotangents.
+
+    None where "auto" takes cuDNN, which it does not for values of another width than keys.
+    """
+    model, mesh = config.model, config.mesh
+    attention = model.attention
+    if attention.backend != "xla" and not attention.mla.kv_rank:
+        return 0.0
+    keys = config.train.seq_len
+    if attention.exchange == "ring":
+        keys //= mesh.context
+    pairs = _tokens(config) * keys * attention.num_heads / mesh.tensor
+    return 2 * (4 + _COMPUTE_BYTES[config.precision]) * pairs
+
+
+def _projected_width(model: ModelConfig) -> int:
+    """Elements of a token's queries, keys and values, all heads together."""
+    queries, kv = model.attention.num_heads, model.num_kv_heads
+    return (queries + kv) * model.head_dim + kv * model.value_dim
 
 
 def _exchanged_elements(config: Config) -> float:
@@ -119,7 +144,8 @@ def _exchanged_elements(config: Config) -> float:
     model, mesh = config.model, config.mesh
     if mesh.context == 1:
         return 0.0
-    kv = _tokens(config) * 2 * model.num_kv_heads * model.head_dim / mesh.tensor
+    kv_width = model.num_kv_heads * (model.head_dim + model.value_dim)
+    kv = _tokens(config) * kv_width / mesh.tensor
     queries = _tokens(config) * model.attention.num_heads * model.head_dim / mesh.tensor
     exchange = model.attention.exchange
     if exchange == "allgather":
@@ -150,9 +176,9 @@ def _taken_ratio(moe: MoeConfig) -> float:
 def _gathered_elements(config: Config) -> float:
     """Weights of one block, gathered over fsdp, and their gradients before they are scattered."""
     model, mesh = config.model, config.mesh
-    layers = model.num_layers
+    layers = model.num_layers + model.mtp.depth
     experts = count_expert_params(model) / layers
-    dense = (count_params(model) - _table_params(model)) / layers - experts
+    dense = (padded_params(model) - _table_params(model)) / layers - experts
     gathered = dense / mesh.tensor if mesh.fsdp * mesh.context * mesh.expert > 1 else 0.0
     if mesh.fsdp > 1:
         gathered += experts / (mesh.expert * mesh.context * mesh.tensor)

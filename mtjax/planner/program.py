@@ -1,12 +1,13 @@
 """The train step of a config, compiled for a target in a process of its own."""
 
+import dataclasses
 import math
 import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from mtjax.config import Config, resolve_backends, validate
+from mtjax.config import BatchRampConfig, Config, resolve_backends, validate
 from mtjax.planning.subprocess_compile import compile_in_subprocess
 from mtjax.planning.targets import Target
 
@@ -66,7 +67,7 @@ def compile_step_for(config: Config, devices: Target | int, time_limit_s: float)
 
 
 def build_step(config: Config, devices: Target | int) -> StepProgram:
-    """Compiles the step in this process."""
+    """Compiles the step in this process, for full batches: a ramp's loop has no known length."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -82,6 +83,8 @@ def build_step(config: Config, devices: Target | int) -> StepProgram:
     else:
         platform, present = "cpu", np.array(jax.devices("cpu"))
     mesh = make_mesh(config.mesh, present)
+    full = dataclasses.replace(config.train, batch_ramp=BatchRampConfig())
+    config = dataclasses.replace(config, train=full)
     config = resolve_backends(validate(config), platform)
     setup = make_setup(config, mesh)
     with jax.set_mesh(mesh):

@@ -8,7 +8,12 @@ from mtjax.config import Config
 from mtjax.config.pipeline import layers_per_stage
 from mtjax.planner.memory import pipeline_schedule
 from mtjax.planner.program import ParamRow, StepProgram
-from mtjax.planning.flops import count_active_params, count_params, flops_per_token
+from mtjax.planning.flops import (
+    count_active_params,
+    count_mtp_params,
+    count_params,
+    flops_per_token,
+)
 from mtjax.planning.hlo import Collective, Gemm, ProgramSummary
 from mtjax.planning.liveness import peak_temporaries
 from mtjax.planning.targets import Target
@@ -202,14 +207,15 @@ def make_plan(
 
 
 def _layout(step: StepProgram) -> LayoutPart:
-    params = count_params(step.config.model)
+    model = step.config.model
+    params = count_params(model) + count_mtp_params(model)
     return LayoutPart(
         mesh={axis: size for axis, size in step.program.mesh_shape.items() if size > 1},
         num_devices=step.program.num_devices,
         microbatches=step.config.train.microbatches,
         pipeline=_pipeline(step.config),
         params=params,
-        active_params=count_active_params(step.config.model),
+        active_params=count_active_params(model),
         padding_params=sum(row.count for row in step.param_rows) - params,
         params_per_device=sum(row.per_device for row in step.param_rows),
         rows=step.param_rows,

@@ -3,7 +3,8 @@
 Convention of every FLOP/s and MFU we print: forward plus backward (backward is twice forward),
 causal attention counted by the area under the diagonal or inside the window, unembedding counted;
 embedding lookup, routers, norms, rotations and recomputation not counted; the vocabulary unpadded.
-Of the experts, a token counts those it uses.
+Of the experts, a token counts those it uses. The norms over latents and those of multi-token
+prediction are counted, as Megatron-LM does: three millionths of DeepSeek-V3.
 """
 
 from mtjax.config.model import ModelConfig
@@ -16,7 +17,10 @@ CONVENTION = (
 
 
 def count_params(model: ModelConfig) -> int:
-    """Trainable parameters, with the vocabulary unpadded and a tied head counted once."""
+    """Parameters of the model, with the vocabulary unpadded and a tied head counted once.
+
+    As published counts are: without the modules of multi-token prediction, which only train.
+    """
     embed = model.vocab_size * model.embed_dim * (1 if model.tied_embeddings else 2)
     positions = (model.max_positions or 0) * model.embed_dim
     blocks = sum(_block_params(model, layer) for layer in range(model.num_layers))
@@ -28,14 +32,25 @@ def count_active_params(model: ModelConfig) -> int:
     moe = model.moe
     if not moe.num_experts:
         return count_params(model)
-    unused = count_expert_params(model) * (moe.num_experts - moe.top_k) // moe.num_experts
-    return count_params(model) - unused
+    unused = (moe.num_experts - moe.top_k) * _mlp_matrix_params(model, model.expert_dim)
+    return count_params(model) - _layers_with_experts(model) * unused
 
 
 def count_expert_params(model: ModelConfig) -> int:
-    """Parameters of all routed experts."""
-    layers = sum(model.moe.has_experts(layer) for layer in range(model.num_layers))
+    """Parameters of all routed experts in training, with those of multi-token prediction."""
+    layers = _layers_with_experts(model)
+    layers += model.mtp.depth * model.moe.has_experts(model.num_layers - 1)
     return layers * model.moe.num_experts * _mlp_matrix_params(model, model.expert_dim)
+
+
+def _layers_with_experts(model: ModelConfig) -> int:
+    return sum(model.moe.has_experts(layer) for layer in range(model.num_layers))
+
+
+def count_mtp_params(model: ModelConfig) -> int:
+    """Parameters of all modules of multi-token prediction."""
+    module = 2 * model.embed_dim**2 + 3 * _norm_params(model)
+    return model.mtp.depth * (module + _block_params(model, model.num_layers - 1))
 
 
 def _norm_params(model: ModelConfig) -> int:
@@ -52,6 +67,7 @@ def _block_params(model: ModelConfig, layer: int) -> int:
         biases += (2 if model.gated else 1) * model.ffn_dim + model.embed_dim
     # Query and key norms are always RMSNorm over one head, shared by the heads.
     qk_norms = 2 * model.head_dim if attention.qk_norm else 0
+    qk_norms += _latent_widths(model)
     norms = (4 if model.post_norm else 2) * _norm_params(model)
     params = _block_matrix_params(model, layer) + biases + qk_norms + norms
     if moe.has_experts(layer):
@@ -64,14 +80,28 @@ def _block_params(model: ModelConfig, layer: int) -> int:
 
 def _block_matrix_params(model: ModelConfig, layer: int) -> int:
     """Entries of the matrices of one block that multiply a token, routers left out."""
-    heads = 2 * model.attention.num_heads + 2 * model.num_kv_heads
-    attention = model.embed_dim * heads * model.head_dim
-    moe = model.moe
+    attention, moe = _attention_matrix_params(model), model.moe
     if not moe.has_experts(layer):
         return attention + _mlp_matrix_params(model, model.ffn_dim)
     experts = moe.top_k * _mlp_matrix_params(model, model.expert_dim)
     shared = _mlp_matrix_params(model, moe.shared_ffn_dim) + model.embed_dim * moe.shared_gate
     return attention + experts + shared
+
+
+def _latent_widths(model: ModelConfig) -> int:
+    """Entries of the norms over the latents of one layer; 0 without latent attention."""
+    return model.attention.mla.kv_rank + model.attention.mla.q_rank
+
+
+def _attention_matrix_params(model: ModelConfig) -> int:
+    """Entries of the matrices of one attention part."""
+    N, mla = model.attention.num_heads, model.attention.mla
+    if not mla.kv_rank:
+        return model.embed_dim * (2 * N + 2 * model.num_kv_heads) * model.head_dim
+    queries = (mla.q_rank or model.embed_dim) * N * model.head_dim + model.embed_dim * mla.q_rank
+    down = model.embed_dim * (mla.kv_rank + mla.rope_dim)
+    up = mla.kv_rank * N * (mla.nope_dim + mla.value_dim)
+    return queries + down + up + N * mla.value_dim * model.embed_dim
 
 
 def _mlp_matrix_params(model: ModelConfig, ffn_dim: int) -> int:
@@ -84,10 +114,18 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     if seq_len < 1:
         raise ValueError(f"seq_len: got {seq_len}, expected at least 1; give the tokens per row")
     layers = sum(_block_matrix_params(model, layer) for layer in range(model.num_layers))
-    matrices = layers + model.vocab_size * model.embed_dim
+    latents = model.num_layers * _latent_widths(model)
+    head = model.vocab_size * model.embed_dim
+    matrices = layers + latents + head
     area = sum(attention_area(seq_len, window) for window in model.windows)
+    # A module is one more block, its input projection, and the output head again.
+    last = _block_matrix_params(model, model.num_layers - 1) + _latent_widths(model)
+    module = last + 2 * model.embed_dim**2 + 3 * model.embed_dim + head
+    matrices += model.mtp.depth * module
+    area += model.mtp.depth * attention_area(seq_len, model.windows[-1])
     # Queries times keys, and weights times values: 2 FLOPs per head dim each.
-    attention = 4 * area * model.attention.num_heads * model.head_dim / seq_len
+    widths = model.head_dim + model.value_dim
+    attention = 2 * area * model.attention.num_heads * widths / seq_len
     return 3 * (2 * matrices + attention)
 
 

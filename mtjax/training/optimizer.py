@@ -61,8 +61,9 @@ def decay_mask(config: OptimizerConfig, boxes: Any) -> Any:
 
 
 def _is_matrix(box: Boxed) -> bool:
-    """Projection kernels: the only parameters that map to or from the embedding dim."""
-    return "embed" in box.names and len(set(box.names) - {"layers"}) > 1
+    """Projection kernels: the only parameters that map to or from the embedding or a latent."""
+    inner = {"embed", "latent"} & set(box.names)
+    return bool(inner) and len(set(box.names) - {"layers"}) > 1
 
 
 def make_optimizer(
@@ -117,12 +118,12 @@ def _muon_dims(box: Boxed) -> Any:
     if not _is_matrix(box) or any(name in TABLES for name in box.names):
         return None
     dims = [i for i, name in enumerate(box.names) if name not in ("layers", "experts")]
-    embed = box.names.index("embed")
-    others = tuple(i for i in dims if i != embed)
-    reads_embed = embed == dims[0]
+    inner = box.names.index("embed" if "embed" in box.names else "latent")
+    others = tuple(i for i in dims if i != inner)
+    reads = inner == dims[0]
     return optax.contrib.MuonDimensionNumbers(
-        reduction_axis=(embed,) if reads_embed else others,
-        output_axis=others if reads_embed else (embed,),
+        reduction_axis=(inner,) if reads else others,
+        output_axis=others if reads else (inner,),
     )
 
 
@@ -130,7 +131,7 @@ def _per_layer(inner: optax.GradientTransformation) -> optax.GradientTransformat
     """Apply `inner` to each layer of the stacks apart, as if they were not stacked."""
 
     def over(name: str, f: Callable) -> Callable:
-        return jax.vmap(f) if name.startswith("group") else f
+        return f if name in ("embed", "head") else jax.vmap(f)
 
     def init(params: Any) -> Any:
         return {name: over(name, inner.init)(tree) for name, tree in _by_stack(params).items()}
@@ -146,10 +147,10 @@ def _per_layer(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def _by_stack(params: Any) -> dict[str, Any]:
-    """Group trees by name, beside embedding and head: each group has its own number of layers."""
-    return {**params["blocks"], "embed": params["embed"], "head": params["head"]}
+    """Group trees by name, beside the other parts: each group has its own number of layers."""
+    return params["blocks"] | {name: tree for name, tree in params.items() if name != "blocks"}
 
 
 def _from_stacks(trees: dict[str, Any]) -> Any:
     blocks = {name: tree for name, tree in trees.items() if name.startswith("group")}
-    return {"embed": trees["embed"], "blocks": blocks, "head": trees["head"]}
+    return {name: tree for name, tree in trees.items() if name not in blocks} | {"blocks": blocks}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from mtjax.config.model import ModelConfig
 from mtjax.config.moe import MoeConfig
 from mtjax.layers.router import RouterStats, next_score_bias
-from mtjax.models.decoder import block_groups
+from mtjax.models.decoder import block_groups, mtp_spec
 from mtjax.training.losses import LossSums
 
 
@@ -92,20 +92,23 @@ def router_loss(stats: Any, scales: RouterScales | None) -> jax.Array:
 
 
 def zero_stats(model: ModelConfig) -> Any:
-    """Statistics of no tokens, in the structure that `run_model` returns."""
+    """Statistics of no tokens, in the structure that training's forward pass returns."""
 
     def zero(repeat: int) -> RouterStats:
         scalar = jnp.zeros((repeat,), jnp.float32)
         load = jnp.zeros((repeat, model.moe.num_experts), jnp.float32)
         return RouterStats(load, *[scalar] * (len(RouterStats._fields) - 1))
 
-    return {
+    stats: dict[str, Any] = {
         f"group{i}": {
             f"block{p}": zero(group.repeat) if spec.experts else None
             for p, spec in enumerate(group.unit)
         }
         for i, group in enumerate(block_groups(model))
     }
+    if model.mtp.depth:
+        stats["mtp"] = {"block": zero(model.mtp.depth) if mtp_spec(model).experts else None}
+    return stats
 
 
 def loads(stats: Any) -> Any:
@@ -138,17 +141,23 @@ def router_metrics(moe: MoeConfig, stats: Any, size: BatchSize) -> dict[str, jax
 
 def move_score_biases(moe: MoeConfig, params: Any, stats: Any) -> Any:
     """Parameters with each router's bias moved towards an even load, once per optimizer step."""
-    blocks = dict(params["blocks"])
-    for group, units in stats.items():
-        blocks[group] = dict(blocks[group])
-        for name, layer in units.items():
-            if layer is None:
-                continue
-            block = blocks[group][name]
-            router = block["moe"]["router"]
-            router = router | {"bias": next_score_bias(moe, router["bias"], layer.load)}
-            blocks[group][name] = block | {"moe": block["moe"] | {"router": router}}
-    return params | {"blocks": blocks}
+
+    def moved(units: Any, stats: Any) -> Any:
+        units = dict(units)
+        for name, layer in stats.items():
+            if layer is not None:
+                part = units[name]["moe"]
+                router = part["router"]
+                router = router | {"bias": next_score_bias(moe, router["bias"], layer.load)}
+                units[name] = units[name] | {"moe": part | {"router": router}}
+        return units
+
+    groups = {name: units for name, units in stats.items() if name != "mtp"}
+    blocks = {name: moved(params["blocks"][name], units) for name, units in groups.items()}
+    params = params | {"blocks": blocks}
+    if "mtp" in stats:
+        params["mtp"] = moved(params["mtp"], stats["mtp"])
+    return params
 
 
 def _is_stats(x: Any) -> bool:

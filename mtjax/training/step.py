@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from mtjax.config import Config
 from mtjax.layers.context import token_order
 from mtjax.layers.dropout import row_keys
-from mtjax.parallel.stack import Extra, Params, run_model
+from mtjax.parallel.stack import Extra, Params, run_model, run_mtp
 from mtjax.sharding import (
     axis_size,
     compute_dtypes,
@@ -30,6 +30,7 @@ from mtjax.sharding import (
 )
 from mtjax.training import routers
 from mtjax.training.losses import LossSums, linear_cross_entropy, loss_config
+from mtjax.training.mtp import MtpSums, targets_ahead, with_mtp_loss
 from mtjax.training.optimizer import make_schedule
 from mtjax.training.pipelined import pipelined_loss_and_gradients, pipelined_sums
 from mtjax.training.state import LossScale, Setup, TrainState
@@ -44,7 +45,8 @@ class StepInput(NamedTuple):
 
     `segments` is None where documents of a sequence see each other; `active` is the number of
     microbatches that hold data, None for all (a batch ramp makes it vary without recompiling).
-    `counts` is for the step itself, bool [M, B, T] of a model with experts; see `_with_counts`.
+    `counts` and `ahead` are for the step itself: bool [M, B, T] of a model with experts, see
+    `_with_counts`; `mtjax.training.mtp.Ahead` of each module, None in evaluation.
     """
 
     # Any: the same structure also holds partition specs and abstract arrays.
@@ -56,6 +58,7 @@ class StepInput(NamedTuple):
     rows: Any
     active: Any
     counts: Any = None
+    ahead: Any = None
 
 
 def batch_specs(config: Config) -> StepInput:
@@ -91,7 +94,8 @@ def abstract_batch(config: Config, mesh: Mesh) -> StepInput:
 
 
 Sums = Any
-"""LossSums, or routers.RoutedSums with experts: `total` and `cross_entropy` are common."""
+"""LossSums, routers.RoutedSums with experts, MtpSums with multi-token prediction: `total` and
+`cross_entropy` are common."""
 
 
 class RouterInput(NamedTuple):
@@ -113,17 +117,23 @@ def batch_loss(
     `key` is the step's dropout key; None is evaluation. Without `router` no router losses count.
     """
     loads = None if router is None else router.loads
-    h_BTD, table_VD, stats = _hidden(config, params, batch, key, loads)
-    sums = linear_cross_entropy(loss_config(config), h_BTD, table_VD, batch.labels, batch.weights)
-    if not config.model.moe.num_experts:
+    h_BTD, table_VD, stats, further = _hidden(config, params, batch, key, loads)
+    sums: Sums = linear_cross_entropy(
+        loss_config(config), h_BTD, table_VD, batch.labels, batch.weights
+    )
+    if config.model.moe.num_experts:
+        scales = None if router is None else router.scales
+        sums = routers.with_router_losses(sums, stats, scales)
+    if batch.ahead is None:
         return sums
-    return routers.with_router_losses(sums, stats, None if router is None else router.scales)
+    return with_mtp_loss(config, sums, further, table_VD, batch.ahead)
 
 
 def _hidden(
     config: Config, params: Params, batch: StepInput, key: jax.Array | None, loads: Any
-) -> tuple[jax.Array, jax.Array, Any]:
-    """Final hidden states, output table and router statistics of one microbatch."""
+) -> tuple[jax.Array, jax.Array, Any, list[jax.Array]]:
+    """Final hidden states, output table and router statistics of one microbatch; and the hidden
+    states of further tokens, where the batch says what these are."""
     model = config.model
     random = max(model.dropout, model.attention.dropout, model.moe.router_noise) > 0
     keys_B = row_keys(key, batch.rows) if key is not None and random else None
@@ -131,7 +141,11 @@ def _hidden(
     h_BTD, table_VD, _, stats = run_model(
         model, config.train, params, batch.tokens, batch.positions, extra
     )
-    return h_BTD, table_VD, stats
+    if batch.ahead is None:
+        return h_BTD, table_VD, stats, []
+    tokens = [targets.tokens for targets in batch.ahead]
+    further, found = run_mtp(model, config.train, params, h_BTD, tokens, batch.positions, extra)
+    return h_BTD, table_VD, stats | {"mtp": found}, further
 
 
 def gather_params(config: Config, setup: Setup, mesh: Mesh, params: Params) -> Params:
@@ -166,14 +180,13 @@ def in_exchange_order(config: Config, batch: StepInput) -> StepInput:
     if order_T is None:
         return batch
 
-    def reorder(x_MBT: jax.Array | None) -> jax.Array | None:
-        if x_MBT is None:
-            return None
+    def reorder(x_MBT: jax.Array) -> jax.Array:
         # A few bytes per token: gathered whole, where indexing a split dim would be summed up.
         return shard(shard(x_MBT, None, "batch", None)[:, :, order_T], None, "batch", "seq")
 
-    names = ("tokens", "labels", "weights", "positions", "segments", "counts")
-    return batch._replace(**{name: reorder(getattr(batch, name)) for name in names})
+    names = ("tokens", "labels", "weights", "positions", "segments", "counts", "ahead")
+    moved = {name: jax.tree.map(reorder, getattr(batch, name)) for name in names}
+    return batch._replace(**moved)
 
 
 def loss_and_gradients(
@@ -191,6 +204,8 @@ def loss_and_gradients(
     so that half-precision cotangents stay in range. Gradients have the layout of the state.
     """
     computed = gather_params(config, setup, mesh, params)
+    if config.model.mtp.depth:
+        batch = batch._replace(ahead=targets_ahead(config, batch))
     scales = None
     if config.model.moe.num_experts:
         size = routers.batch_size(batch.weights, batch.segments, batch.active)
@@ -265,6 +280,9 @@ def _accumulate(
         nothing = routers.RoutedSums(
             nothing.total, nothing.cross_entropy, routers.zero_stats(config.model)
         )
+    if batch.ahead is not None:
+        zero, router_stats = jnp.float32(0), getattr(nothing, "router", None)
+        nothing = MtpSums(zero, zero, zero, router_stats)
     return _sum_over_microbatches(batch, one, (nothing, zeros))
 
 
@@ -347,6 +365,8 @@ def make_train_step(config: Config, mesh: Mesh, setup: Setup) -> TrainStep:
         }
         if state.loss_scale is not None:
             metrics["train/loss_scale"] = factor
+        if config.model.mtp.depth:
+            metrics["train/mtp_loss"] = sums.mtp * per_token
         if moe.num_experts:
             size = routers.batch_size(batch.weights, batch.segments, batch.active)
             metrics |= routers.router_metrics(moe, sums.router, size)

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from mtjax.config import Config, validate
-from mtjax.planning.flops import count_params, flops_per_token
+from mtjax.planning.flops import (
+    count_active_params,
+    count_mtp_params,
+    count_params,
+    flops_per_token,
+)
 from mtjax.recipes import find_recipe, load_recipe, trace
 
 ROOT = Path(__file__).parents[2]
@@ -24,13 +29,18 @@ PARAMS = {
     "moe_8x7b": 46_702_792_704,
     "mixtral_8x22b": 140_620_634_112,
     "qwen3_30b_a3b": 30_532_122_624,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v2": 235_741_434_880,
+    "deepseek_v3": 671_026_419_200,
 }
 GFLOP_PER_TOKEN = {"llama2_7b": 42.8637, "llama3_8b": 51.4704, "moe_8x7b": 79.7065}
+GFLOP_PER_TOKEN["deepseek_v3"] = 259.9930  # with multi-token prediction
 
 
 def test_the_promised_recipes_are_there():
     promised = {"tiny_gpt", "gpt2_124m", "gpt3_175b", "llama2_7b", "llama3_8b", "llama3_70b"}
     promised |= {"tiny_moe", "moe_8x7b", "mixtral_8x22b", "qwen3_30b_a3b"}
+    promised |= {"deepseek_v2_lite", "deepseek_v2", "deepseek_v3"}
     assert promised <= set(RECIPES)
 
 
@@ -55,6 +65,32 @@ def test_every_golden_dump_has_a_recipe():
 def test_a_preset_has_the_published_number_of_parameters(name):
     config, _ = load_recipe(name)
     assert count_params(config.model) == PARAMS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "D", "L", "dense", "N", "q", "E", "k", "F", "shared", "first", "V"),
+    [
+        ("deepseek_v2_lite", 2048, 27, 10944, 16, 0, 64, 6, 1408, 2, 1, 102400),
+        ("deepseek_v2", 5120, 60, 12288, 128, 1536, 160, 6, 1536, 2, 1, 102400),
+        ("deepseek_v3", 7168, 61, 18432, 128, 1536, 256, 8, 2048, 1, 3, 129280),
+    ],
+)
+def test_deepseek_counts_follow_from_the_sizes_in_the_papers(
+    name, D, L, dense, N, q, E, k, F, shared, first, V
+):
+    """Heads of 128 + 64 for queries and keys and 128 for values, latents of 512."""
+    queries = D * q + q + q * N * 192 if q else D * N * 192
+    attention = queries + D * (512 + 64) + 512 + 512 * N * (128 + 128) + N * 128 * D
+    bias = E if name == "deepseek_v3" else 0
+    sparse = 3 * D * F * (E + shared) + E * D + bias
+    model = load_recipe(name)[0].model
+    expected = (
+        L * (attention + 2 * D) + first * 3 * D * dense + (L - first) * sparse + 2 * V * D + D
+    )
+    assert count_params(model) == expected
+    assert count_active_params(model) == expected - (L - first) * 3 * D * F * (E - k)
+    module = attention + 2 * D + sparse + 2 * D * D + 3 * D
+    assert count_mtp_params(model) == (module if name == "deepseek_v3" else 0)
 
 
 def test_gpt3_follows_the_formula_of_narayanan():

@@ -18,7 +18,9 @@ Keys of each file (read with `numpy.load(path)`, no pickle):
                     model leaves out), param_layout, loss
     input_ids       int32   [B=2, T=24]
     logits          float32 [B, T, V=128]
-    loss            float32 [], mean over B*(T-1) of the cross-entropy of token t+1 given t
+    loss            float32 [], mean over B*(T-1) of the cross-entropy of token t+1 given t; with
+                    multi-token prediction, plus MTP_WEIGHT times the mean over its modules k of
+                    the mean over B*(T-1-k) of that of token t+1+k
     param/<name>    float16 (exact in float32), name and layout as Hugging Face has them
                     buffers that a router adds to its scores included
     grad/<name>     float32, d loss / d param, same names and shapes; not of buffers
@@ -35,11 +37,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.modeling_layers import MtpModel
 
 HERE = Path(__file__).parent
 SEED = 20240607
 BATCH, SEQ_LEN, VOCAB = 2, 24, 128
 MAX_FILE_BYTES = 1_000_000
+MTP_WEIGHT = 0.3
 
 LINEAR_LAYOUT = "torch Linear: [out, in]"
 CONV1D_LAYOUT = "Conv1D: attention and MLP matrices are [in, out]; embeddings [rows, embed]"
@@ -72,7 +76,34 @@ LLAMA_SHAPE = {
     "max_position_embeddings": 256,
 }
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 SMALL_SHAPE = {**LLAMA_SHAPE, "hidden_size": 32, "intermediate_size": 40, "head_dim": 8}
+# The norms of latents have an epsilon of 1e-6 in transformers, whatever rms_norm_eps says.
+LATENT_SHAPE = {
+    **{k: v for k, v in SMALL_SHAPE.items() if k != "head_dim"},
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+}
 ROUTER_BIAS = "e_score_correction_bias"
 
 GOLDENS = {
@@ -109,14 +140,7 @@ GOLDENS = {
             **{**LLAMA_SHAPE, "num_hidden_layers": 1},
             tie_word_embeddings=False,
             sliding_window=None,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-            },
+            rope_parameters=YARN_ROPE,
         ),
         ablations=({"rope_parameters": PLAIN_ROPE},),
     ),
@@ -241,15 +265,73 @@ GOLDENS = {
         ),
         has_router_bias=True,
     ),
+    # DeepSeek's mscale and mscale_all_dim are equal, so that the first drops out: not here.
+    "deepseek_v3": Golden(
+        config_class="DeepseekV3Config",
+        config=dict(
+            **LATENT_SHAPE,
+            q_lora_rank=24,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+            num_mtp_layers=0,
+            rope_parameters={**YARN_ROPE, "mscale": 1.5, "mscale_all_dim": 0.8},
+        ),
+        ablations=(
+            {"norm_topk_prob": False},
+            {"topk_group": 4},
+            {"routed_scaling_factor": 1.0},
+            {"rope_interleave": False},
+            {"rope_parameters": PLAIN_ROPE},
+            {"rope_parameters": {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 0.8}},
+            {"rope_parameters": {**YARN_ROPE, "mscale": 1.5}},
+        ),
+        has_router_bias=True,
+    ),
+    # Two modules behind one layer. They are part of the loss, not of the logits.
+    "deepseek_v3_mtp": Golden(
+        config_class="DeepseekV3Config",
+        config=dict(
+            **{**LATENT_SHAPE, "num_hidden_layers": 1, "first_k_dense_replace": 0},
+            q_lora_rank=24,
+            routed_scaling_factor=2.5,
+            num_mtp_layers=2,
+            rope_parameters=PLAIN_ROPE,
+        ),
+        ablations=({"routed_scaling_factor": 1.0},),
+        has_router_bias=True,
+    ),
+    # V2-Lite has no latent of queries, V2 has groups: both here.
+    "deepseek_v2": Golden(
+        config_class="DeepseekV2Config",
+        config=dict(
+            **LATENT_SHAPE,
+            q_lora_rank=None,
+            topk_method="group_limited_greedy",
+            norm_topk_prob=False,
+            routed_scaling_factor=3.0,
+            rope_parameters={**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707},
+        ),
+        ablations=(
+            {"topk_method": "greedy"},
+            {"routed_scaling_factor": 1.0},
+            {"rope_parameters": PLAIN_ROPE},
+            {"rope_parameters": YARN_ROPE},
+        ),
+    ),
 }
 
 
 def build_model(golden: Golden, overrides: dict[str, Any] | None = None) -> torch.nn.Module:
-    """The model in float32, evaluation mode, eager attention, parameters still arbitrary."""
+    """The model in float32, evaluation mode, eager attention, parameters still arbitrary.
+
+    What transformers would load as its modules of multi-token prediction is its part "mtp".
+    """
     config = getattr(transformers, golden.config_class)(**{**golden.config, **(overrides or {})})
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )
+    if golden.config.get("num_mtp_layers"):
+        model.mtp = MtpModel(model, golden.config["num_mtp_layers"])
     return model.eval()
 
 
@@ -288,11 +370,39 @@ def draw_ids() -> torch.Tensor:
 
 def forward(model: torch.nn.Module, ids_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logits float32 [B, T, V] and the mean next-token cross-entropy, [], in nats."""
-    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(
-        logits_BTV[:, :-1].reshape(-1, VOCAB), ids_BT[:, 1:].reshape(-1)
+    out = model(input_ids=ids_BT, use_cache=False, output_hidden_states=True)
+    loss = cross_entropy(out.logits, ids_BT, 1)
+    if hasattr(model, "mtp"):
+        loss = loss + MTP_WEIGHT * mtp_loss(model, ids_BT, out.hidden_states[-1])
+    return out.logits, loss
+
+
+def cross_entropy(logits_BTV: torch.Tensor, ids_BT: torch.Tensor, places: int) -> torch.Tensor:
+    """Mean over the positions that have a token so many places ahead."""
+    return torch.nn.functional.cross_entropy(
+        logits_BTV[:, :-places].reshape(-1, VOCAB), ids_BT[:, places:].reshape(-1)
     )
-    return logits_BTV, loss
+
+
+def mtp_loss(model: torch.nn.Module, ids_BT: torch.Tensor, h_BTD: torch.Tensor) -> torch.Tensor:
+    """Mean of the losses of the modules, each on the positions that have a target for it."""
+    losses = []
+    for k, layer in enumerate(model.mtp.layers, start=1):
+        # Module k stands at the positions of the tokens it reads, k further than the first one's.
+        ids, h_BTD = ids_BT[:, k:], h_BTD[:, : ids_BT.shape[1] - k]
+        length = ids.shape[1]
+        positions = torch.arange(k, k + length)[None]
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        h_BTD = layer(
+            inputs_embeds=model.get_input_embeddings()(ids),
+            previous_hidden_state=h_BTD,
+            position_embeddings=model.model.rotary_emb(h_BTD, position_ids=positions),
+            attention_mask=mask,
+            position_ids=positions,
+            cache=None,
+        )
+        losses.append(cross_entropy(model.lm_head(h_BTD), ids, 1))
+    return sum(losses) / len(losses)
 
 
 def ablation_effects(golden: Golden, params, ids_BT, logits_BTV) -> dict[str, float]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtjax.config import AttentionConfig, ModelConfig, MoeConfig, TrainConfig
+from mtjax.config import AttentionConfig, MlaConfig, ModelConfig, MoeConfig, TrainConfig
 from mtjax.config.mesh import MeshConfig
 from mtjax.config.sampling import SamplingConfig
 from mtjax.inference.generate import filter_logits, generate
@@ -41,6 +41,16 @@ MODELS = {
         BASE, position="learned", max_positions=64, tied_embeddings=True, norm="layernorm"
     ),
     "no-positions": dataclasses.replace(BASE, position="none"),
+    "latent": dataclasses.replace(
+        BASE,
+        num_layers=2,
+        attention=AttentionConfig(
+            num_heads=4,
+            mla=MlaConfig(kv_rank=12, q_rank=20, nope_dim=6, rope_dim=4, value_dim=10),
+            windows=(9, 0),
+            backend="xla",
+        ),
+    ),
     # At this capacity tokens would be dropped in training; the reference drops none.
     "experts": dataclasses.replace(
         BASE,
@@ -110,6 +120,7 @@ def test_a_prompt_longer_than_one_padding_and_one_of_exactly_its_length():
     [
         ("grouped-query", MeshConfig(tensor=2)),
         ("grouped-query", MeshConfig(context=2)),
+        pytest.param("latent", MeshConfig(tensor=2), marks=pytest.mark.nightly),
         ("experts", MeshConfig(expert=2, tensor=2)),
     ],
 )

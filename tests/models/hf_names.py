@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from mtjax.config import AttentionConfig, ModelConfig, MoeConfig, RopeConfig
+from mtjax.config import (
+    AttentionConfig,
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+    MtpConfig,
+    RopeConfig,
+)
 from mtjax.models.decoder import block_groups
 
 
@@ -31,16 +38,20 @@ def model_from_hf(config: dict[str, Any]) -> ModelConfig:
         )
     gemma = config["model_type"] == "gemma2"
     moe, ffn_dim = _moe(config)
+    mla = _mla(config)
+    modules = config.get("num_nextn_predict_layers", 0)
     return ModelConfig(
         vocab_size=config["vocab_size"],
         embed_dim=config["hidden_size"],
         num_layers=config["num_hidden_layers"],
         ffn_dim=ffn_dim,
         moe=moe,
+        mtp=MtpConfig(depth=modules),
         attention=AttentionConfig(
             num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
+            num_kv_heads=None if mla.kv_rank else config["num_key_value_heads"],
+            head_dim=None if mla.kv_rank else config["head_dim"],
+            mla=mla,
             qk_norm=config["model_type"] in ("qwen3", "qwen3_moe", "dots1"),
             qkv_bias=config.get("qkv_bias", False),
             windows=(config["sliding_window"], 0) if gemma else (),
@@ -62,7 +73,7 @@ def model_from_hf(config: dict[str, Any]) -> ModelConfig:
 def _moe(config: dict[str, Any]) -> tuple[MoeConfig, int]:
     """Experts, with room for every token, and the model's feed-forward width."""
     kind, ffn_dim = config["model_type"], config["intermediate_size"]
-    if kind not in ("mixtral", "qwen2_moe", "qwen3_moe", "dots1"):
+    if kind not in ("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "deepseek_v2", "deepseek_v3"):
         return MoeConfig(), ffn_dim
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next(config[name] for name in names if name in config)
@@ -86,18 +97,31 @@ def _moe(config: dict[str, Any]) -> tuple[MoeConfig, int]:
             ),
             ffn_dim,
         )
+    first_dense = config["first_k_dense_replace"]
     moe = MoeConfig(
-        ffn_dim=width,
+        ffn_dim=width if first_dense else None,
         shared_ffn_dim=width * config["n_shared_experts"],
-        first_dense=config["first_k_dense_replace"],
-        router="sigmoid",
-        score_bias=True,
+        first_dense=first_dense,
+        router="softmax" if kind == "deepseek_v2" else "sigmoid",
+        score_bias=kind != "deepseek_v2",
         num_groups=config["n_group"],
         top_groups=config["topk_group"],
         routed_scale=config["routed_scaling_factor"],
         **common,
     )
-    return moe, ffn_dim
+    return moe, ffn_dim if first_dense else width
+
+
+def _mla(config: dict[str, Any]) -> MlaConfig:
+    if "kv_lora_rank" not in config:
+        return MlaConfig()
+    return MlaConfig(
+        kv_rank=config["kv_lora_rank"],
+        q_rank=config["q_lora_rank"] or 0,
+        nope_dim=config["qk_nope_head_dim"],
+        rope_dim=config["qk_rope_head_dim"],
+        value_dim=config["v_head_dim"],
+    )
 
 
 def _rope(rope: dict[str, Any]) -> RopeConfig:
@@ -108,6 +132,7 @@ def _rope(rope: dict[str, Any]) -> RopeConfig:
     return RopeConfig(
         theta=rope["rope_theta"], scaling=kind, factor=rope["factor"],
         original_max_positions=original,
+        **{name: rope[name] for name in ("mscale", "mscale_all_dim") if name in rope},
     )  # fmt: skip
 
 
@@ -134,7 +159,32 @@ def hf_tree(model: ModelConfig, hf: dict[str, Any], tensors: dict[str, np.ndarra
             units[f"block{position}"] = _nest(stacked)
         blocks[f"group{i}"] = units
     flat = {path: convert(tensors[name]) for path, (name, convert) in top.items()}
-    return _nest(flat) | {"blocks": blocks}
+    tree = _nest(flat) | {"blocks": blocks}
+    if model.mtp.depth:
+        tree["mtp"] = _mtp_tree(model, with_experts, tensors)
+    return tree
+
+
+def _mtp_tree(model: ModelConfig, block: dict[str, Leaf], tensors: dict[str, np.ndarray]) -> Any:
+    module, D = "mtp.layers.{}.", model.embed_dim
+    leaves: dict[str, Leaf] = {
+        "embedding_norm.scale": (module + "enorm.weight", _same),
+        "hidden_norm.scale": (module + "hnorm.weight", _same),
+        "norm.scale": (module + "post_norm.weight", _same),
+        # [D, 2D], the embedding first.
+        "embedding.kernel": (module + "eh_proj.weight", lambda x: x[:, :D].T),
+        "hidden.kernel": (module + "eh_proj.weight", lambda x: x[:, D:].T),
+    }
+    for path, (name, convert) in block.items():
+        name = name.replace("model.layers.{}.", module + "mtp_block.")
+        leaves[f"block.{path}"] = (name, convert)
+    depths = range(model.mtp.depth)
+    return _nest(
+        {
+            path: np.stack([convert(tensors[name.format(k)]) for k in depths])
+            for path, (name, convert) in leaves.items()
+        }
+    )
 
 
 def _nest(flat: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -167,7 +217,10 @@ def _llama_leaves(model: ModelConfig, hf: dict[str, Any]) -> tuple[dict, dict]:
         "attention.query.kernel": (attn + "q_proj.weight", to_heads),
         "attention.key.kernel": (attn + "k_proj.weight", to_heads),
         "attention.value.kernel": (attn + "v_proj.weight", to_heads),
-        "attention.out.kernel": (attn + "o_proj.weight", lambda x: x.T.reshape(-1, H, D)),
+        "attention.out.kernel": (
+            attn + "o_proj.weight",
+            lambda x: x.T.reshape(-1, model.value_dim, D),
+        ),
         "mlp.gate.kernel": (mlp + "gate_proj.weight", _transposed),
         "mlp.up.kernel": (mlp + "up_proj.weight", _transposed),
         "mlp.down.kernel": (mlp + "down_proj.weight", _transposed),
@@ -184,6 +237,10 @@ def _llama_leaves(model: ModelConfig, hf: dict[str, Any]) -> tuple[dict, dict]:
     if model.attention.qk_norm:
         block["attention.query_norm.scale"] = (attn + "q_norm.weight", _same)
         block["attention.key_norm.scale"] = (attn + "k_norm.weight", _same)
+    if model.attention.mla.kv_rank:
+        for part in ("query", "key", "value"):
+            del block[f"attention.{part}.kernel"]
+        block |= _latent_leaves(model, attn)
     if model.attention.qkv_bias:
         for part in ("query", "key", "value"):
             bias = f"{attn}{part[0]}_proj.bias"
@@ -195,6 +252,36 @@ def _llama_leaves(model: ModelConfig, hf: dict[str, Any]) -> tuple[dict, dict]:
     if not model.tied_embeddings:
         top["head.kernel"] = ("lm_head.weight", _same)
     return top, block
+
+
+def _latent_leaves(model: ModelConfig, attn: str) -> dict[str, Leaf]:
+    """DeepSeek rotates pairs (2i, 2i + 1) where we rotate (i, i + H/2)."""
+    mla, N = model.attention.mla, model.attention.num_heads
+    halves = np.concatenate([np.arange(0, mla.rope_dim, 2), np.arange(1, mla.rope_dim, 2)])
+
+    def to_query(x: np.ndarray) -> np.ndarray:  # [N * (nope + rope), R] -> [R, N, nope + rope]
+        heads = x.T.reshape(-1, N, model.head_dim)
+        nope, rope = np.split(heads, (mla.nope_dim,), axis=-1)
+        return np.concatenate([nope, rope[..., halves]], axis=-1)
+
+    def from_latent(x: np.ndarray, part: int) -> np.ndarray:  # [N * (nope + value), R]
+        heads = x.T.reshape(-1, N, mla.nope_dim + mla.value_dim)
+        return np.split(heads, (mla.nope_dim,), axis=-1)[part]
+
+    down = attn + "kv_a_proj_with_mqa.weight"
+    query = "q_b_proj" if mla.q_rank else "q_proj"
+    leaves: dict[str, Leaf] = {
+        "attention.query.kernel": (f"{attn}{query}.weight", to_query),
+        "attention.kv_down.kernel": (down, lambda x: x[: mla.kv_rank].T),
+        "attention.kv_norm.scale": (attn + "kv_a_layernorm.weight", _same),
+        "attention.key_rope.kernel": (down, lambda x: x[mla.kv_rank :][halves].T),
+        "attention.key": (attn + "kv_b_proj.weight", lambda x: from_latent(x, 0)),
+        "attention.value": (attn + "kv_b_proj.weight", lambda x: from_latent(x, 1)),
+    }
+    if mla.q_rank:
+        leaves["attention.query_down.kernel"] = (attn + "q_a_proj.weight", _transposed)
+        leaves["attention.query_norm.scale"] = (attn + "q_a_layernorm.weight", _same)
+    return leaves
 
 
 def _with_experts(

@@ -7,24 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtjax.config import TrainConfig
-from mtjax.parallel.stack import Extra, abstract_params, run_model
+from mtjax.config import Config, TrainConfig
+from mtjax.parallel.stack import Extra, abstract_params, run_model, run_mtp
 from mtjax.sharding import unbox
 from mtjax.training.losses import LossConfig, linear_cross_entropy
+from mtjax.training.mtp import targets_ahead, with_mtp_loss
+from mtjax.training.step import StepInput
 from tests.models.hf_names import hf_tree, load_golden, model_from_hf
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(path.stem for path in GOLDEN.glob("hf_*.npz"))
 FAST = {"xla_backend_optimization_level": 0}
 EXPERTS = ("hf_mixtral", "hf_qwen2_moe", "hf_qwen3_moe", "hf_dots1")
+LATENT = ("hf_deepseek_v2", "hf_deepseek_v3", "hf_deepseek_v3_mtp")
 
 
 def test_the_goldens_cover_the_families_we_claim():
     assert {"hf_llama", "hf_qwen3", "hf_gpt2", "hf_gemma2"} <= set(FILES)
-    assert set(EXPERTS) <= set(FILES)
+    assert {*EXPERTS, *LATENT} <= set(FILES)
 
 
-CASES = [(name, "capacity") for name in FILES]
+CASES = [(name, "capacity") for name in FILES if name != "hf_deepseek_v2"]
+CASES += [pytest.param("hf_deepseek_v2", "capacity", marks=pytest.mark.nightly)]
 CASES += [("hf_mixtral", "dropless"), ("hf_dots1", "allgather")]
 CASES += [
     pytest.param(name, other, marks=pytest.mark.slow)
@@ -55,6 +59,12 @@ def test_logits_loss_and_gradients_equal_transformers(name, dispatcher):
         )
         config = LossConfig(model.vocab_size, model.logit_softcap, 0.0, 10)
         sums = linear_cross_entropy(config, h_BTD, table_VD, labels_BT, weights_BT)
+        if model.mtp.depth:
+            batch = StepInput(tokens_BT, labels_BT, weights_BT, positions_BT, None, None, None)
+            ahead = targets_ahead(Config(model=model), batch)
+            tokens = [targets.tokens for targets in ahead]
+            hidden, _ = run_mtp(model, TrainConfig(), params, h_BTD, tokens, positions_BT, Extra())
+            sums = with_mtp_loss(Config(model=model), sums, hidden, table_VD, ahead)
         logits_BTV = h_BTD @ table_VD.T
         return sums.total / jnp.sum(weights_BT), (logits_BTV, stats)
 

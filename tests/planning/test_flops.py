@@ -1,14 +1,20 @@
 """Parameter counts and model FLOPs against published numbers."""
 
+import dataclasses
+
 import jax
 import pytest
 
+from mtjax.config.mla import MlaConfig
 from mtjax.config.model import AttentionConfig, ModelConfig
 from mtjax.config.moe import MoeConfig
+from mtjax.config.mtp import MtpConfig
+from mtjax.models.presets import deepseek_v3
 from mtjax.parallel.stack import abstract_params
 from mtjax.planning.flops import (
     attention_area,
     count_active_params,
+    count_mtp_params,
     count_params,
     flops_per_token,
 )
@@ -96,6 +102,21 @@ def test_flops_per_token_are_the_reference_values(name, seq_len, gflops):
     assert round(flops_per_token(MODELS[name][0], seq_len) / 1e9, 4) == gflops
 
 
+def test_deepseek_v3_without_its_second_token_has_the_reference_value():
+    model = dataclasses.replace(deepseek_v3(), mtp=MtpConfig())
+    assert round(flops_per_token(model, 4096) / 1e9, 4) == 249.8121
+
+
+def test_modules_of_multi_token_prediction_are_counted_as_built():
+    moe = MoeConfig(num_experts=8, top_k=3, router="sigmoid", score_bias=True)
+    model = _decoder(128, 32, 2, 24, 4, moe=moe, mtp=MtpConfig(depth=2))
+    shapes = unbox(abstract_params(model))
+    assert count_mtp_params(model) == sum(leaf.size for leaf in jax.tree.leaves(shapes["mtp"]))
+    assert count_params(model) == sum(
+        leaf.size for name in ("embed", "blocks", "head") for leaf in jax.tree.leaves(shapes[name])
+    )
+
+
 def test_a_window_replaces_the_triangle_by_its_band():
     # Query t sees min(t + 1/2, W) keys on average over its cell: 8 rows of 4, minus a triangle.
     assert attention_area(8) == 32
@@ -144,3 +165,17 @@ def test_experts_shared_ones_and_dense_layers_are_counted_as_built():
     used = 3 * 4 * 32 * 32 + dense + 2 * (3 * expert + shared) + 128 * 32
     attention = 6 * 16 * 32 * 3  # 6 * T * N * H in each layer
     assert flops_per_token(model, 16) == 6 * used + attention
+
+
+@pytest.mark.parametrize("q_rank", [0, 20])
+def test_latent_attention_is_counted_as_built(q_rank):
+    mla = MlaConfig(kv_rank=10, q_rank=q_rank, nope_dim=6, rope_dim=4, value_dim=8)
+    attention = AttentionConfig(num_heads=4, mla=mla)
+    model = ModelConfig(vocab_size=128, embed_dim=32, num_layers=3, ffn_dim=80, attention=attention)
+    leaves = jax.tree.leaves(unbox(abstract_params(model)))
+    assert count_params(model) == sum(leaf.size for leaf in leaves)
+    queries = 32 * 20 + 20 + 20 * 4 * 10 if q_rank else 32 * 4 * 10
+    keys_and_values = 32 * (10 + 4) + 10 + 10 * 4 * (6 + 8)
+    used = 3 * (queries + keys_and_values + 4 * 8 * 32 + 3 * 32 * 80) + 128 * 32
+    # 3 * T * N * (widths of keys and values) in each layer.
+    assert flops_per_token(model, 16) == 6 * used + 3 * 3 * 16 * 4 * (10 + 8)
