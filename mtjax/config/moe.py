@@ -38,6 +38,8 @@ class MoeConfig:
     """softmax over all experts, then top-k (Switch, Mixtral, Qwen); softmax_after_topk over the
     chosen logits (GPT-OSS); sigmoid scores of each expert by itself (DeepSeek-V3). Logits and
     scores are float32 whatever the precision."""
+    router_bias: bool = False
+    """Add a learned bias per expert to the logits (GPT-OSS)."""
     renormalize: bool = True
     """Divide the weights of the chosen experts by their sum (softmax and sigmoid)."""
     routed_scale: float = 1.0

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
@@ -10,7 +11,8 @@ from mtjax.config.model import ModelConfig
 from mtjax.layers.attention_backends import AttentionCall, attend
 from mtjax.layers.context import attend_across
 from mtjax.layers.dropout import fold_rows
-from mtjax.layers.linear import Linear
+from mtjax.layers.init import normal
+from mtjax.layers.linear import Linear, named
 from mtjax.layers.norm import RMSNorm
 from mtjax.layers.rope import apply_rope
 from mtjax.sharding import all_mesh_axes, shard
@@ -91,8 +93,12 @@ class Attention(nn.Module):
             exchange=config.exchange if all_mesh_axes("seq") else None,
         )
         keys_B = None if inputs.keys is None else fold_rows(inputs.keys, 0)
+        sinks_N = self._sinks() if config.sinks else None
         operands = (config.backend, call, q_BTNH, k_BSKH, v_BSKH, inputs.segments, keys_B)
-        out_BTNH = attend_across(*operands) if call.exchange else attend(*operands, offset)
+        if call.exchange:
+            out_BTNH = attend_across(*operands, sinks_N)
+        else:
+            out_BTNH = attend(*operands, offset, sinks_N)
         out_BTNH = checkpoint_name(shard(out_BTNH, *names), "attention_out")
         projection = Linear(
             (self.model.embed_dim,),
@@ -112,6 +118,10 @@ class Attention(nn.Module):
             use_bias=self.model.attention.qkv_bias,
             name=name,
         )
+
+    def _sinks(self) -> jax.Array:
+        init = named(normal(self.model.init_std), ("heads",))
+        return self.param("sinks", init, (self.model.attention.num_heads,), jnp.float32)
 
     def _head_norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.model.norm_epsilon, self.model.norm_unit_offset, name=name)

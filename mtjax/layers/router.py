@@ -88,6 +88,9 @@ class Router(nn.Module):
             kernel_DE,
             precision=jax.lax.Precision.HIGHEST,
         )
+        if moe.router_bias:
+            box = named(nn.initializers.zeros, ("router",))
+            logits_BTE += self.param("logit_bias", box, (moe.num_experts,), jnp.float32)
         if keys_B is not None and moe.router_noise:
             logits_BTE += moe.router_noise * _noise(keys_B, logits_BTE.shape[1:])
         logits_BTE = shard(logits_BTE, *_TOKENS)

@@ -62,7 +62,7 @@ def decay_mask(config: OptimizerConfig, boxes: Any) -> Any:
 
 def _is_matrix(box: Boxed) -> bool:
     """Projection kernels: the only parameters that map to or from the embedding dim."""
-    return "embed" in box.names and len(set(box.names) - {"layers"}) > 1
+    return "embed" in box.names and len(set(box.names) - {"layers", "experts"}) > 1
 
 
 def make_optimizer(

@@ -88,10 +88,11 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
     [
         ({"moe": MoeConfig(num_experts=4, first_dense=4)}, "leave experts in some of 4 layers"),
         ({"moe": MoeConfig(num_experts=4, ffn_dim=64)}, "set model.ffn_dim in its place"),
-        ({"moe": MoeConfig(num_experts=4), "mlp_bias": True}, "model.mlp_bias"),
+        ({"activation_clamp": 5.0}, "while model.activation is 'swiglu'"),
+        ({"activation": "clamped_swiglu", "activation_clamp": 0.0}, "GPT-OSS takes 7"),
     ],
 )
-def test_models_that_experts_do_not_fit_are_refused(model, message):
+def test_models_that_experts_or_activations_do_not_fit_are_refused(model, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**model)
 

@@ -24,13 +24,14 @@ PARAMS = {
     "moe_8x7b": 46_702_792_704,
     "mixtral_8x22b": 140_620_634_112,
     "qwen3_30b_a3b": 30_532_122_624,
+    "gpt_oss_20b": 20_914_757_184,
 }
 GFLOP_PER_TOKEN = {"llama2_7b": 42.8637, "llama3_8b": 51.4704, "moe_8x7b": 79.7065}
 
 
 def test_the_promised_recipes_are_there():
     promised = {"tiny_gpt", "gpt2_124m", "gpt3_175b", "llama2_7b", "llama3_8b", "llama3_70b"}
-    promised |= {"tiny_moe", "moe_8x7b", "mixtral_8x22b", "qwen3_30b_a3b"}
+    promised |= {"tiny_moe", "moe_8x7b", "mixtral_8x22b", "qwen3_30b_a3b", "gpt_oss_20b"}
     assert promised <= set(RECIPES)
 
 
