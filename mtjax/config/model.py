@@ -320,6 +320,13 @@ class ModelConfig:
         return dataclasses.replace(self, moe=moe)
 
     @property
+    def random_in_training(self) -> bool:
+        """Whether layers do in training what they don't in evaluation, told by keys: dropout,
+        noise, and sinkhorn's choice of experts."""
+        rate = max(self.dropout, self.attention.dropout, self.moe.router_noise)
+        return rate > 0 or self.moe.router == "sinkhorn"
+
+    @property
     def expert_dim(self) -> int:
         """Inner width F of one routed expert."""
         return self.moe.ffn_dim or self.ffn_dim

@@ -1,6 +1,7 @@
 """A feed-forward part made of experts."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,10 @@ class Moe(nn.Module):
         E, D, F = model.moe.num_experts, model.embed_dim, model.expert_dim
         inner = normal(model.init_std)
         outer = normal(model.init_std / (2 * model.num_layers) ** 0.5)
-        leaves = {"up": ((E, D, F), inner), "down": ((E, F, D), outer)}
+        leaves: dict[str, tuple[tuple[int, ...], Callable]] = {
+            "up": ((E, D, F), inner),
+            "down": ((E, F, D), outer),
+        }
         if model.gated:
             leaves["gate"] = leaves["up"]
         if model.mlp_bias:

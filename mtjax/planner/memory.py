@@ -133,8 +133,7 @@ def _experts_elements(config: Config) -> float:
     """As the feed-forward part of `_block_bytes`, for the tokens that a device's experts take."""
     model, mesh = config.model, config.mesh
     moe, tokens = model.moe, _tokens(config)
-    factor = moe.capacity_factor if moe.dispatcher == "capacity" else 1.0
-    taken = tokens * moe.top_k * factor / mesh.tensor
+    taken = tokens * moe.top_k * moe.buffer_factor / mesh.tensor
     # Of each taken token also the dispatched and the returned value, with their cotangents.
     return taken * (5 * model.expert_dim + 4 * model.embed_dim) + 4 * tokens * model.embed_dim
 

@@ -123,8 +123,7 @@ def _hidden(
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Final hidden states, output table and router statistics of one microbatch."""
     model = config.model
-    random = max(model.dropout, model.attention.dropout, model.moe.router_noise) > 0
-    keys_B = row_keys(key, batch.rows) if key is not None and random else None
+    keys_B = row_keys(key, batch.rows) if key is not None and model.random_in_training else None
     counts_BT = None
     if model.moe.num_experts:
         counts_BT = routers.counted(batch.weights, batch.segments)

@@ -151,6 +151,26 @@ def test_a_shared_expert_is_added_scaled_by_its_gate():
     np.testing.assert_allclose(apply(config, params, x)[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dispatcher", ["capacity", "allgather"])
+def test_an_expert_that_chooses_serves_its_best_tokens_of_each_sequence(dispatcher):
+    """ceil(12 * 2 / 4) = 6 tokens, of the second sequence, which has 7, ceil(3.5) = 4."""
+    moe = MoeConfig(num_experts=E, top_k=K, router="expert_choice", renormalize=False)
+    config = model(dataclasses.replace(moe, dispatcher=dispatcher))
+    x, params = draw(config)
+    counts = np.ones((B, T), bool)
+    counts[1, 7:] = False
+    got, stats = apply(config, params, x, jnp.asarray(counts))
+    p = softmax(x @ params["router"]["kernel"])
+    expected = np.zeros_like(x)
+    for b, (tokens, size) in enumerate([(12, 6), (7, 4)]):
+        for e in range(E):
+            for t in np.argsort(-p[b, :tokens, e])[:size]:
+                expected[b, t] += p[b, t, e] * ffn(params, e, x[b, t])
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(stats.load, [10] * E)
+    assert stats.dropped == 0
+
+
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_nan_in_padding_changes_nothing(dispatcher):
     """Neither output, statistics nor gradients; padding itself gets zero and moves nobody."""

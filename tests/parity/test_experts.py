@@ -59,6 +59,12 @@ FEATURES = {
         activation_clamp=1.0,
         mlp_bias=True,
     ),
+    "sinkhorn": experts(
+        router="sinkhorn", capacity_factor=0.7, balance_coefficient=0.0, packed=True
+    ),
+    "expert choice": experts(
+        router="expert_choice", renormalize=False, balance_coefficient=0.0, packed=True
+    ),
     "DeepSeek": experts(
         top_k=3,
         router="sigmoid",
@@ -78,6 +84,7 @@ DROPPING = {
     "drops by position, packed, shared, per sequence",
     "whole batch balanced, dense layer first",
     "GPT-OSS",
+    "sinkhorn",
 }
 PARTS = "expert=2,tensor=2,fsdp=2"
 QUICK = [
@@ -85,6 +92,8 @@ QUICK = [
     ("dropless", f"{PARTS},microbatches=4"),
     ("drops by position, packed, shared, per sequence", f"{PARTS},microbatches=4"),
     ("GPT-OSS", PARTS),
+    ("sinkhorn", f"{PARTS},microbatches=4"),
+    ("expert choice", f"{PARTS},microbatches=4"),
 ]
 LAYOUTS = [
     "expert=2",
