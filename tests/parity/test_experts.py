@@ -201,11 +201,19 @@ def test_steps_move_weights_biases_and_metrics_alike(microbatches):
         "moe/balance_loss",
         "moe/device_balance_loss",
         "moe/z_loss",
+        "moe/bias_min",
+        "moe/bias_max",
+        "moe/bias_norm",
     }
     states, others = by_name(state.params), by_name(expected.params)
     for name, leaf in others.items():
         if name.endswith("router.bias"):
             assert np.any(leaf != 0)
+            bias_LE = leaf  # all layers are alike here, so one stack holds them
+            assert metrics["moe/bias_min"] == bias_LE.min() < 0 < bias_LE.max()
+            assert metrics["moe/bias_max"] == bias_LE.max()
+            norm = np.linalg.norm(bias_LE, axis=1).max()
+            np.testing.assert_allclose(metrics["moe/bias_norm"], norm, rtol=1e-6)
             np.testing.assert_array_equal(states[name], leaf)
             # Three moves of +-0.01 or none: multiples of the rate.
             np.testing.assert_allclose(np.round(leaf / 0.01), leaf / 0.01, atol=1e-4)
