@@ -157,6 +157,13 @@ class Checkpointer:
         self._compare_manifest(step, abstract_params, key + "/", only="config.model")
         return self._read(step, abstract_params, key + "/", partial=True)
 
+    def saved_config(self, step: int) -> Mapping[str, Any]:
+        """The config that `step` was saved with, as nested plain values."""
+        saved = self._json(self._existing(step), disk.MANIFEST)
+        if not isinstance(saved.get("config"), Mapping):
+            raise self.corrupt(step, f"{disk.MANIFEST}: no config")
+        return saved["config"]
+
     def wait(self) -> None:
         """Blocks until the last save is complete on disk; raises its error if it failed."""
         if self._manager is not None:

@@ -135,6 +135,7 @@ def validate(config: Config) -> Config:
         "cuDNN attention computes in bf16 and fp16",
     )
     _check_upcycling(config)
+    _check_resizing(config)
     _check_mesh(config)
     return config
 
@@ -173,6 +174,25 @@ def _check_upcycling(config: Config) -> None:
         source,
         "weights of a token's experts that add up to 1, so that the model goes on as it was",
         "set model.moe.renormalize, and model.moe.routed_scale to 1",
+    )
+
+
+def _check_resizing(config: Config) -> None:
+    """Check what can be known of a change of experts without their checkpoint."""
+    source = config.checkpoint.resize_from
+    require(
+        not source or config.model.moe.num_experts > 0,
+        "checkpoint.resize_from",
+        source,
+        "empty for a dense model",
+        "set model.moe.num_experts",
+    )
+    require(
+        not source or config.mesh.pipeline == 1,
+        "checkpoint.resize_from",
+        source,
+        "empty with mesh.pipeline",
+        "take one step without a pipeline, then resume on any mesh",
     )
 
 

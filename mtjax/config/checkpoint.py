@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from mtjax.config.check import config_class, require
+from mtjax.config.check import config_class, require, require_defaults
 
 
 @config_class("checkpoint")
@@ -36,6 +36,20 @@ class CheckpointConfig:
     """Run folder of the same model without experts, whose newest checkpoint a new run with experts
     starts from, each expert a copy of the dense feed-forward part; empty: start afresh."""
 
+    resize_from: str = ""
+    """Run folder of the same model with another number of experts, whose newest checkpoint a new
+    run starts from. If this one has a multiple of them, each is copied; if it has fewer, the most
+    used are kept. Other settings of model.moe that only concern the choice of experts, such as
+    top_k, may change too."""
+
+    resize_noise: float = 0.01
+    """resize_from, copies: standard deviation of the noise on the matrices of experts and routers,
+    in root mean squares of each; 0 leaves copies equal."""
+
+    resize_batches: int = 8
+    """resize_from: batches, the first that the run trains on, over which it measures the loads and
+    the loss before and after, at least 1."""
+
     allow_changes: tuple[str, ...] = ()
     """Config fields, as dotted prefixes such as `optimizer.learning_rate`, that may differ from
     the checkpoint's although they change the numbers."""
@@ -52,6 +66,18 @@ class CheckpointConfig:
         _require(self.keep >= 1, "keep", self.keep, "1 or more")
         _require(self.keep_every_steps >= 0, "keep_every_steps", self.keep_every_steps, "0 or more")
         _require(self.restore_step >= 0, "restore_step", self.restore_step, "0 or more")
+        _require(self.resize_noise >= 0, "resize_noise", self.resize_noise, "0 or more")
+        _require(self.resize_batches >= 1, "resize_batches", self.resize_batches, "1 or more")
+        if not self.resize_from:
+            names = ["resize_noise", "resize_batches"]
+            require_defaults(self, "checkpoint", names, "checkpoint.resize_from is empty")
+        require(
+            not (self.resize_from and self.upcycle_from),
+            "checkpoint.resize_from",
+            self.resize_from,
+            f"empty with checkpoint.upcycle_from ({self.upcycle_from!r})",
+            "a run starts from one checkpoint: drop one of them",
+        )
         _require(self.timeout_s >= 1, "timeout_s", self.timeout_s, "1 or more")
         _require(
             self.every_steps == 0 or self.keep_every_steps % self.every_steps == 0,

@@ -11,11 +11,11 @@ from mtjax.config.moe import Dispatcher, MoeConfig
 from mtjax.config.mtp import MtpConfig
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
-Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2"]
+Activation = Literal["swiglu", "clamped_swiglu", "geglu", "gelu", "gelu_exact", "relu2"]
 AttentionBackend = Literal["auto", "xla", "cudnn"]
 Exchange = Literal["ring", "allgather", "ulysses"]
 
-GATED_ACTIVATIONS = ("swiglu", "geglu")
+GATED_ACTIVATIONS = ("swiglu", "clamped_swiglu", "geglu")
 
 
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -29,6 +29,7 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
         "beta_slow",
         "mscale",
         "mscale_all_dim",
+        "truncate",
     ),
 }
 """Which fields each scaling reads; setting another is an error."""
@@ -60,6 +61,8 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     """yarn: query-key products are multiplied by m(mscale_all_dim)^2, also those of dims that don't
     rotate (DeepSeek-V2)."""
+    truncate: bool = True
+    """yarn: widen the range between the two to whole dimensions; GPT-OSS does not."""
 
     def __post_init__(self) -> None:
         require(self.theta > 0, "model.rope.theta", self.theta, "a positive number", "try 10000")
@@ -111,6 +114,9 @@ class AttentionConfig:
     """RMS-normalise each query and key head before the rotation (Dehghani et al. 2023)."""
     windows: tuple[int, ...] = ()
     """Sliding windows in tokens, cycled over the layers; 0 is full attention, () full in all."""
+    sinks: bool = False
+    """Add a learned logit per query head to the softmax's denominator, so that a head may attend to
+    nothing (GPT-OSS)."""
     logit_softcap: float | None = None
     """Squash attention logits to (-c, c) by c * tanh(logit / c) (Gemma 2)."""
     scale: float | None = None
@@ -201,9 +207,12 @@ class ModelConfig:
     post_norm: bool = False
     """Normalise also the output of attention and feed-forward (Gemma 2)."""
     activation: Activation = "swiglu"
-    """Feed-forward non-linearity; swiglu and geglu are gated; geglu and gelu use tanh."""
+    """Feed-forward non-linearity; swiglu and geglu are gated; geglu and gelu use tanh.
+    clamped_swiglu is (up + 1) gate sigmoid(1.702 gate) of clamped values (GPT-OSS)."""
+    activation_clamp: float = 7.0
+    """clamped_swiglu: gates are at most this, up-projections between this and its negative."""
     mlp_bias: bool = False
-    """Add biases in the feed-forward part."""
+    """Add biases in the feed-forward part; with experts, in each of them."""
     parallel_residual: bool = False
     """Feed attention and feed-forward from the same residual (GPT-NeoX)."""
     tied_embeddings: bool = False
@@ -283,6 +292,16 @@ class ModelConfig:
             "0 with learned positions, which embeddings of later tokens would carry",
             "use model.position rope",
         )
+        require(
+            self.activation_clamp > 0,
+            "model.activation_clamp",
+            self.activation_clamp,
+            "a positive number",
+            "GPT-OSS takes 7",
+        )
+        if self.activation != "clamped_swiglu":
+            condition = f"model.activation is {self.activation!r}"
+            require_defaults(self, "model", ["activation_clamp"], condition)
         self._check_experts()
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)", "0 is off")
         cap = self.logit_softcap
@@ -308,13 +327,6 @@ class ModelConfig:
             moe.ffn_dim,
             "None where every layer has experts, which then have model.ffn_dim",
             "set model.ffn_dim in its place",
-        )
-        require(
-            not self.mlp_bias,
-            "model.mlp_bias",
-            self.mlp_bias,
-            "False with experts, which have no biases",
-            "drop it",
         )
 
     @property
@@ -363,6 +375,13 @@ class ModelConfig:
             allow_expanded_products=defaults.allow_expanded_products,
         )
         return dataclasses.replace(self, moe=moe)
+
+    @property
+    def random_in_training(self) -> bool:
+        """Whether layers do in training what they don't in evaluation, told by keys: dropout,
+        noise, and sinkhorn's choice of experts."""
+        rate = max(self.dropout, self.attention.dropout, self.moe.router_noise)
+        return rate > 0 or self.moe.router == "sinkhorn"
 
     @property
     def expert_dim(self) -> int:

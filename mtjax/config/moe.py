@@ -4,10 +4,13 @@ import dataclasses
 import math
 from typing import Literal
 
-from mtjax.config.check import config_class, require
+from mtjax.config.check import config_class, require, require_defaults
 
-RouterKind = Literal["softmax", "softmax_after_topk", "sigmoid"]
+RouterKind = Literal["softmax", "softmax_after_topk", "sigmoid", "sinkhorn", "expert_choice"]
 Dispatcher = Literal["capacity", "dropless", "allgather"]
+SEQUENCE_ROUTERS = ("sinkhorn", "expert_choice")
+"""Routers that look at all tokens of a sequence at once."""
+
 BalanceScope = Literal["microbatch", "sequence", "global"]
 
 
@@ -36,10 +39,17 @@ class MoeConfig:
     """Above those, the last of every n layers has experts and the others are dense; 1: all have."""
     router: RouterKind = "softmax"
     """softmax over all experts, then top-k (Switch, Mixtral, Qwen); softmax_after_topk over the
-    chosen logits (GPT-OSS); sigmoid scores of each expert by itself (DeepSeek-V3). Logits and
-    scores are float32 whatever the precision."""
+    chosen logits (GPT-OSS); sigmoid scores of each expert by itself (DeepSeek-V3); sinkhorn: in
+    training, the top-k of a plan that gives every expert of a sequence the same load (Clark et al.
+    2022, arXiv 2202.01169); expert_choice: each expert takes the ceil(T k / E) tokens of a sequence
+    that score it highest, those behind a token included, so that nothing can be generated (Zhou et
+    al. 2022, arXiv 2202.09368). Logits and scores are float32 whatever the precision."""
+    sinkhorn_iterations: int = 16
+    """sinkhorn: times that rows and columns of the plan are normalised, at least 1."""
+    router_bias: bool = False
+    """Add a learned bias per expert to the logits (GPT-OSS)."""
     renormalize: bool = True
-    """Divide the weights of the chosen experts by their sum (softmax and sigmoid)."""
+    """Divide the weights of the chosen experts by their sum (softmax, sigmoid and sinkhorn)."""
     routed_scale: float = 1.0
     """Factor on the weights of the routed experts (DeepSeek), above 0."""
     num_groups: int = 1
@@ -93,6 +103,7 @@ class MoeConfig:
         self._check_router()
         self._check_groups()
         self._check_dispatch()
+        self._check_sequence_routers()
         for name in (
             "shared_ffn_dim",
             "first_dense",
@@ -194,6 +205,58 @@ class MoeConfig:
             "set moe.score_bias",
         )
 
+    def _check_sequence_routers(self) -> None:
+        """sinkhorn and expert_choice even out loads by themselves, over a whole sequence."""
+        if self.router != "sinkhorn":
+            condition = f"moe.router is {self.router!r}"
+            require_defaults(self, "moe", ["sinkhorn_iterations"], condition)
+        if self.router not in SEQUENCE_ROUTERS:
+            return
+        iterations = self.sinkhorn_iterations
+        require(iterations >= 1, "moe.sinkhorn_iterations", iterations, "at least 1", "try 16")
+        for name in ("balance_coefficient", "device_balance_coefficient"):
+            require(
+                getattr(self, name) == 0,
+                f"moe.{name}",
+                getattr(self, name),
+                f"0 with router {self.router}, which evens out loads by itself",
+                "drop it or use router softmax",
+            )
+        require(
+            self.num_groups == 1,
+            "moe.num_groups",
+            self.num_groups,
+            f"1 with router {self.router}",
+            "use router softmax or sigmoid",
+        )
+        if self.router == "sinkhorn":
+            require(
+                self.top_k > 1 or not self.renormalize,
+                "moe.renormalize",
+                True,
+                "False with router sinkhorn and top_k 1: divided by itself the weight of the one "
+                "expert would be 1, and the router without gradient",
+                "set moe.renormalize to False",
+            )
+            return
+        require(
+            not self.renormalize,
+            "moe.renormalize",
+            True,
+            "False with router expert_choice, whose weights are the scores as they are",
+            "set it so",
+        )
+        require(
+            self.dispatcher != "dropless",
+            "moe.dispatcher",
+            self.dispatcher,
+            "capacity, whose buffers the experts of router expert_choice just fill, or allgather",
+            "drop it",
+        )
+        require_defaults(
+            self, "moe", ["capacity_factor", "drop_policy"], "moe.router is 'expert_choice'"
+        )
+
     def _check_groups(self) -> None:
         groups = self.num_groups
         require(
@@ -254,11 +317,17 @@ class MoeConfig:
             "drop it",
         )
 
+    @property
+    def buffer_factor(self) -> float:
+        """Rows that experts compute, by the token-expert pairs of an even load."""
+        own = self.dispatcher == "capacity" and self.router != "expert_choice"
+        return self.capacity_factor if own else 1.0
+
     def capacity(self, seq_len: int) -> int:
-        """Tokens of one sequence that an expert takes (dispatcher capacity)."""
+        """Tokens of one sequence that an expert takes at most (dispatcher capacity)."""
         # A token uses an expert once: more room than tokens is never filled. The subtraction
         # keeps float rounding from adding a slot where the product is a whole number.
-        wanted = seq_len * self.top_k / self.num_experts * self.capacity_factor
+        wanted = seq_len * self.top_k / self.num_experts * self.buffer_factor
         return min(math.ceil(wanted - 1e-9), seq_len)
 
     def has_experts(self, layer: int) -> bool:

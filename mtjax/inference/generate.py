@@ -68,9 +68,17 @@ def check_lengths(
     `names` are those of the two values where the user gives them.
 
     Raises:
-        ValueError: the prompt is empty or holds an id beyond the vocabulary, or prompt and text
-            would outgrow a learned position table.
+        ValueError: the model isn't causal, the prompt is empty or holds an id beyond the
+            vocabulary, or prompt and text would outgrow a learned position table.
     """
+    require(
+        model.moe.router != "expert_choice",
+        "model.moe.router",
+        "expert_choice",
+        "another router to generate text: with it, who serves a token depends on tokens that "
+        "aren't there yet",
+        "train.sample_tokens 0 trains without a sample",
+    )
     require(len(prompt) > 0, names[0], prompt, "at least one token", "give a text to continue")
     worst = max(prompt)
     require(

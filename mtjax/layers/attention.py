@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
@@ -10,7 +11,8 @@ from mtjax.config.model import ModelConfig
 from mtjax.layers.attention_backends import AttentionCall, attend
 from mtjax.layers.context import attend_across
 from mtjax.layers.dropout import fold_rows
-from mtjax.layers.linear import Linear
+from mtjax.layers.init import normal
+from mtjax.layers.linear import Linear, named
 from mtjax.layers.norm import RMSNorm
 from mtjax.layers.rope import apply_rope, product_factor
 from mtjax.sharding import all_mesh_axes, shard
@@ -82,8 +84,9 @@ class Attention(nn.Module):
         if cache is not None:
             offset, cache = cache.length, cache.append(k_BSKH, v_BSKH)
             k_BSKH, v_BSKH = (x.astype(x_BTD.dtype) for x in (cache.keys, cache.values))
-        out_BTNH = attend_heads(self.model, self.window, q_BTNH, k_BSKH, v_BSKH, inputs, offset)
-        return out_projection(self.model)(out_BTNH), cache
+        sinks_N = self._sinks() if config.sinks else None
+        operands = (q_BTNH, k_BSKH, v_BSKH, inputs, offset, sinks_N)
+        return out_projection(self.model)(attend_heads(self.model, self.window, *operands)), cache
 
     def _project(self, name: str, heads_name: str, num_heads: int) -> Linear:
         return Linear(
@@ -93,6 +96,10 @@ class Attention(nn.Module):
             use_bias=self.model.attention.qkv_bias,
             name=name,
         )
+
+    def _sinks(self) -> jax.Array:
+        init = named(normal(self.model.init_std), ("heads",))
+        return self.param("sinks", init, (self.model.attention.num_heads,), jnp.float32)
 
     def _head_norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.model.norm_epsilon, self.model.norm_unit_offset, name=name)
@@ -106,10 +113,12 @@ def attend_heads(
     v_BSKH: jax.Array,
     inputs: BlockInputs,
     offset: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """What each head gives [B, T, N, H of values], by the backend and exchange of the config.
 
-    `offset`: index of the first query among the keys of a cache; None without one.
+    `offset`: index of the first query among the keys of a cache; None without one. `sinks_N`: a
+    logit per head that takes part in the softmax's denominator alone.
     """
     config = model.attention
     call = AttentionCall(
@@ -125,9 +134,9 @@ def attend_heads(
     keys_B = None if inputs.keys is None else fold_rows(inputs.keys, 0)
     operands = (config.backend, call, q_BTNH, k_BSKH, v_BSKH, inputs.segments, keys_B)
     if call.exchange:
-        out_BTNH = attend_across(*operands)
+        out_BTNH = attend_across(*operands, sinks_N)
     else:
-        out_BTNH = attend(*operands, 0 if offset is None else offset)
+        out_BTNH = attend(*operands, 0 if offset is None else offset, sinks_N)
     return checkpoint_name(shard(out_BTNH, "batch", "seq", "act_heads", None), "attention_out")
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from mtjax.config.model import Exchange
 from mtjax.layers.dropout import keep_mask
+from mtjax.layers.sinks import cudnn_with_sinks
 from mtjax.sharding import local_map
 
 
@@ -68,18 +69,20 @@ def attend(
     segments_BT: jax.Array | None,
     keys_B: jax.Array | None,
     offset: int | jax.Array,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention [B, T, N, H]; query t stands at key index t + offset.
 
-    With the xla backend values, and so the output, may have another width than keys.
+    With the xla backend values, and so the output, may have another width than keys. `sinks_N`: a
+    logit per head that takes part in the softmax's denominator alone.
 
     Raises:
         ValueError: the backend does not support the call, or is still "auto".
     """
     check_supported(backend, call, q_BTNH.shape[-1], q_BTNH.dtype)
     if backend == "cudnn":
-        return _attend_cudnn(call, q_BTNH, k_BSKH, v_BSKH, segments_BT)
-    return _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset)
+        return _attend_cudnn(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N)
+    return _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset, sinks_N)
 
 
 def check_supported(backend: str, call: AttentionCall, head_dim: int, dtype: Any) -> None:
@@ -120,7 +123,7 @@ def attention_mask(
     return mask
 
 
-def _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset) -> jax.Array:
+def _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset, sinks_N) -> jax.Array:
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * jnp.asarray(call.scale, q_BTNH.dtype)
@@ -129,7 +132,14 @@ def _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset) -> ja
     if call.softcap is not None:
         logits = call.softcap * jnp.tanh(logits / call.softcap)
     mask = attention_mask(call, T, S, segments_BT, offset)[:, None, None]
-    weights = jax.nn.softmax(jnp.where(mask, logits, -1e30), axis=-1).astype(v_BSKH.dtype)
+    logits = jnp.where(mask, logits, -1e30)
+    if sinks_N is None:
+        weights = jax.nn.softmax(logits, axis=-1)
+    else:
+        sinks_KG1 = sinks_N.astype(jnp.float32).reshape(K, N // K, 1)
+        total = jnp.logaddexp(jax.nn.logsumexp(logits, axis=-1), sinks_KG1)
+        weights = jnp.exp(logits - total[..., None])
+    weights = weights.astype(v_BSKH.dtype)
     if call.dropout > 0:
         names = ("batch", "act_heads", None, "seq", None)
         keep = keep_mask(keys_B, call.dropout, weights.shape[1:], *names)
@@ -137,17 +147,19 @@ def _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset) -> ja
     return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH).reshape(B, T, N, -1)
 
 
-def _attend_cudnn(call, q_BTNH, k_BSKH, v_BSKH, segments_BT) -> jax.Array:
-    def core(q, k, v, segments=None):
+def _attend_cudnn(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N) -> jax.Array:
+    def core(q, k, v, segments, sinks):
         mask = None
         if segments is not None:
-            # jax.nn has no segment argument: a mask, which becomes a [B, 1, T, S] bias.
-            mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+            # cuDNN has no segment argument: a mask, which becomes a [B, 1, T, S] bias.
+            mask = segments[:, :, None] == segments[:, None, :]
+        if sinks is not None:
+            return cudnn_with_sinks(call.scale, call.window, q, k, v, mask, sinks)
         return jax.nn.dot_product_attention(
             q,
             k,
             v,
-            mask=mask,
+            mask=None if mask is None else mask[:, None],
             scale=call.scale,
             is_causal=True,
             local_window_size=(call.window - 1, 0) if call.window else None,
@@ -156,6 +168,5 @@ def _attend_cudnn(call, q_BTNH, k_BSKH, v_BSKH, segments_BT) -> jax.Array:
 
     # An island: its custom partitioning does not survive a partly manual region.
     heads = ("batch", None, "act_heads", None)
-    operands = (q_BTNH, k_BSKH, v_BSKH) + (() if segments_BT is None else (segments_BT,))
-    names = (heads, heads, heads) + (() if segments_BT is None else (("batch", None),))
-    return local_map(core, names, heads)(*operands)
+    names = (heads, heads, heads, ("batch", None), ("act_heads",))
+    return local_map(core, names, heads)(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N)

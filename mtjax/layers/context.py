@@ -5,6 +5,7 @@ K is key/value heads of one device, C the shards of the sequence.
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ def attend_across(
     v_BTKH: jax.Array,
     segments_BT: jax.Array | None,
     keys_B: jax.Array | None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention [B, T, N, H] by the exchange that `call` names.
 
@@ -47,27 +49,16 @@ def attend_across(
     if call.exchange == "allgather":
         # XLA splits the rest by the queries; the mask is one of global indices.
         k_BSKH, v_BSKH = (reshard(t, _OWN, _WHOLE) for t in (k_BTKH, v_BTKH))
-        return attend(backend, local, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, 0)
-    operands = (q_BTNH, k_BTKH, v_BTKH) + (() if segments_BT is None else (segments_BT,))
-    axis = mesh_axes("seq")
-    names: tuple = (_OWN, _OWN, _OWN)
-    if call.exchange == "ring":
-        names += () if segments_BT is None else (("batch", "seq"),)
-
-        def ring(q, k, v, segments=None):
-            return ring_attention(backend, local, axis[0], q, k, v, segments)
-
-        return local_map(ring, names, _OWN)(*operands)
-
-    names += () if segments_BT is None else (("batch", None),)
-
-    def ulysses(q, k, v, segments=None):
-        return _ulysses(backend, local, axis[0], q, k, v, segments)
-
-    return local_map(ulysses, names, _OWN)(*operands)
+        return attend(backend, local, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, 0, sinks_N)
+    ring = call.exchange == "ring"
+    exchange = partial(ring_attention if ring else _ulysses, backend, local, mesh_axes("seq")[0])
+    segments = ("batch", "seq" if ring else None)
+    return local_map(exchange, (_OWN, _OWN, _OWN, segments, ("act_heads",)), _OWN)(
+        q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N
+    )
 
 
-def _ulysses(backend, call, axis, q_BTNH, k_BTKH, v_BTKH, segments_BS) -> jax.Array:
+def _ulysses(backend, call, axis, q_BTNH, k_BTKH, v_BTKH, segments_BS, sinks_N) -> jax.Array:
     """All-to-alls give each device all tokens of 1/C of its heads (Jacobs et al. 2023)."""
     size = jax.lax.axis_size(axis)
     if k_BTKH.shape[2] < size:
@@ -78,5 +69,8 @@ def _ulysses(backend, call, axis, q_BTNH, k_BTKH, v_BTKH, segments_BS) -> jax.Ar
         jax.lax.all_to_all(t, axis, split_axis=2, concat_axis=1, tiled=True)
         for t in (q_BTNH, k_BTKH, v_BTKH)
     )
-    out = attend(backend, call, q, k, v, segments_BS, None, 0)
+    if sinks_N is not None:
+        own = sinks_N.shape[0] // size
+        sinks_N = jax.lax.dynamic_slice_in_dim(sinks_N, jax.lax.axis_index(axis) * own, own)
+    out = attend(backend, call, q, k, v, segments_BS, None, 0, sinks_N)
     return jax.lax.all_to_all(out, axis, split_axis=1, concat_axis=2, tiled=True)

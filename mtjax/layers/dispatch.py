@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mtjax.config.model import ModelConfig
 from mtjax.config.moe import MoeConfig
 from mtjax.layers.context import token_order
-from mtjax.layers.mlp import ACTIVATIONS
+from mtjax.layers.mlp import activate
 from mtjax.layers.router import Routing
 from mtjax.sharding import local_map, mesh_axes, reshard
 
@@ -30,11 +30,15 @@ KERNEL_NAMES = {
     "gate": ("experts", "embed", "expert_ffn"),
     "up": ("experts", "embed", "expert_ffn"),
     "down": ("experts", "expert_ffn", "embed"),
+    "gate_bias": ("experts", "expert_ffn"),
+    "up_bias": ("experts", "expert_ffn"),
+    "down_bias": ("experts", "embed"),
 }
-"""Logical names of the kernels of all experts."""
+"""Logical names of the kernels and biases of all experts."""
 
 Kernels = dict[str, jax.Array]
-"""gate (gated activations), up [E, D, F] and down [E, F, D]."""
+"""gate (gated activations), up [E, D, F] and down [E, F, D]; with biases also gate_bias, up_bias
+[E, F] and down_bias [E, D]."""
 
 
 class _Call(NamedTuple):
@@ -60,7 +64,7 @@ def run_experts(
     experts, batch = mesh_axes("experts"), mesh_axes("batch")
     call = _Call(
         model.moe,
-        partial(_ffn, ACTIVATIONS[model.activation]),
+        partial(_ffn, model),
         token_order(model, x_BTD.shape[1]),
         exchange=tuple(axis for axis in experts if axis in batch),
         share=tuple(axis for axis in experts if axis not in batch),
@@ -68,15 +72,18 @@ def run_experts(
     )
     assert call.gather in ((), call.share), "sequences and experts are split over other axes"
     split, whole = ("batch", "seq_sp", None), ("batch", None, None)
-    held = ("experts", None, None)
     names = list(kernels)
-    pinned = [reshard(kernels[name], KERNEL_NAMES[name], held) for name in names]
+    held = [("experts",) + (None,) * (kernels[name].ndim - 1) for name in names]
+    pinned = [
+        reshard(kernels[name], KERNEL_NAMES[name], target)
+        for name, target in zip(names, held, strict=True)
+    ]
 
     def local(x_BTD, experts_BTK, weights_BTK, *blocks):
         return _local(call, x_BTD, experts_BTK, weights_BTK, dict(zip(names, blocks, strict=True)))
 
     experts_BTK, weights_BTK = (reshard(a, split, whole) for a in routing)
-    in_names = (split, whole, whole, *[held] * len(names))
+    in_names = (split, whole, whole, *held)
     return local_map(local, in_names, split)(x_BTD, experts_BTK, weights_BTK, *pinned)
 
 
@@ -105,15 +112,19 @@ def _index(axes: tuple[str, ...]) -> Any:
     return jax.lax.axis_index(axes) if axes else 0
 
 
-def _ffn(
-    activation: Callable, product: Callable[[jax.Array, jax.Array], jax.Array], x, kernels: Kernels
-) -> jax.Array:
-    """down(act(up(x))), or down(act(gate(x)) * up(x)), of the experts that `product` sees."""
-    up = checkpoint_name(product(x, kernels["up"]), "ffn_in")
-    if "gate" not in kernels:
-        return product(activation(up), kernels["down"])
-    gate = checkpoint_name(product(x, kernels["gate"]), "ffn_in")
-    return product(activation(gate) * up, kernels["down"])
+Product = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
+"""Rows times the kernel of their expert, and its bias where there is one."""
+
+
+def _ffn(model: ModelConfig, product: Product, x: jax.Array, kernels: Kernels) -> jax.Array:
+    """The feed-forward part of the experts that `product` sees."""
+
+    def project(name: str, x: jax.Array) -> jax.Array:
+        return product(x, kernels[name], kernels.get(f"{name}_bias"))
+
+    up = checkpoint_name(project("up", x), "ffn_in")
+    gate = checkpoint_name(project("gate", x), "ffn_in") if model.gated else None
+    return project("down", activate(model, up, gate))
 
 
 @jax.custom_vjp
@@ -189,11 +200,16 @@ def _capacity(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> 
     if call.exchange:
         x_JCD = jax.lax.all_to_all(x_JCD, call.exchange, 0, 1, tiled=True)
     x_JCD = checkpoint_name(x_JCD, "expert_in")
-    y_JCD = call.ffn(partial(jnp.einsum, "ECD,EDF->ECF"), x_JCD, kernels)
+    y_JCD = call.ffn(_batched_product, x_JCD, kernels)
     if call.exchange:
         y_JCD = jax.lax.all_to_all(y_JCD, call.exchange, 1, 0, tiled=True)
     y = checkpoint_name(y_JCD, "expert_out").reshape(num * B * C, D)
     return _combine(take_rows(y, slot, pair[:, None]), weights_BTK)
+
+
+def _batched_product(x_ECD: jax.Array, kernel_EDF: jax.Array, bias_EF) -> jax.Array:
+    y_ECF = jnp.einsum("ECD,EDF->ECF", x_ECD, kernel_EDF)
+    return y_ECF if bias_EF is None else y_ECF + bias_EF[:, None]
 
 
 def _dropless(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> jax.Array:
@@ -221,7 +237,7 @@ def _dropless(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> 
     back = _invert(regrouped, R * S)
     x = checkpoint_name(take_rows(x, back, regrouped[:, None]), "expert_in")
     sizes_L = jnp.sum(length_RL, axis=0)
-    y = call.ffn(partial(_ragged_dot, sizes_L), x, kernels)
+    y = call.ffn(partial(_grouped_product, sizes_L), x, kernels)
     y = take_rows(y, regrouped, back[:, None])
     if call.exchange:
         y = jax.lax.all_to_all(y, call.exchange, 0, 0, tiled=True)
@@ -229,8 +245,15 @@ def _dropless(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> 
     return _combine(take_rows(y, slot, pair[:, None]), weights_BTK)
 
 
-def _ragged_dot(sizes_L: jax.Array, x_MD: jax.Array, kernel_LDF: jax.Array) -> jax.Array:
-    return jax.lax.ragged_dot(x_MD, kernel_LDF, group_sizes=sizes_L)
+def _grouped_product(sizes_L: jax.Array, x_MD: jax.Array, kernel_LDF, bias_LF) -> jax.Array:
+    y_MF = jax.lax.ragged_dot(x_MD, kernel_LDF, group_sizes=sizes_L)
+    if bias_LF is None:
+        return y_MF
+    end_L = jnp.cumsum(sizes_L)
+    row_M = jnp.arange(x_MD.shape[0])[:, None]
+    mine_ML = (row_M >= end_L - sizes_L) & (row_M < end_L)
+    # A product, whose gradient adds up rows in float32; that of bias[expert] would in bfloat16.
+    return y_MF + jnp.matmul(mine_ML.astype(y_MF.dtype), bias_LF, precision="highest")
 
 
 def _by_expert(length_RL: jax.Array, size: int) -> jax.Array:
@@ -261,7 +284,7 @@ def _allgather(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) ->
     def add(y_BTD, one):
         number, kernels = one
         weight_BT = jnp.sum(jnp.where(served_BTK == first + number, weights_BTK, 0.0), axis=-1)
-        out_BTD = call.ffn(jnp.matmul, x_BTD, kernels).astype(jnp.float32)
+        out_BTD = call.ffn(_product, x_BTD, kernels).astype(jnp.float32)
         return y_BTD + weight_BT[..., None] * out_BTD, None
 
     start = jnp.zeros(x_BTD.shape, jnp.float32)
@@ -269,6 +292,11 @@ def _allgather(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) ->
     if call.exchange:
         y_BTD = jax.lax.psum_scatter(y_BTD, call.exchange, scatter_dimension=0, tiled=True)
     return y_BTD
+
+
+def _product(x_BTD: jax.Array, kernel_DF: jax.Array, bias_F) -> jax.Array:
+    y_BTF = jnp.matmul(x_BTD, kernel_DF)
+    return y_BTF if bias_F is None else y_BTF + bias_F
 
 
 _DISPATCHERS: dict[str, Callable[..., jax.Array]] = {

@@ -1,6 +1,7 @@
 """Feed-forward part of a block."""
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
@@ -14,8 +15,20 @@ ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
     # Squared ReLU (So et al. 2021, Primer, arXiv 2109.08668).
-    "relu2": lambda x: jax.numpy.square(jax.nn.relu(x)),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+
+
+def activate(model: ModelConfig, up: jax.Array, gate: jax.Array | None) -> jax.Array:
+    """What goes into the down-projection; `gate` is None where the activation isn't gated."""
+    if gate is None:
+        return ACTIVATIONS[model.activation](up)
+    if model.activation == "clamped_swiglu":
+        # OpenAI 2025, arXiv 2508.10925: x sigmoid(1.702 x) is nearly GELU (Hendrycks 2016).
+        bound = model.activation_clamp
+        gate, up = jnp.minimum(gate, bound), jnp.clip(up, -bound, bound)
+        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+    return ACTIVATIONS[model.activation](gate) * up
 
 
 class Mlp(nn.Module):
@@ -26,12 +39,9 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         model = self.model
-        activation = ACTIVATIONS[model.activation]
         up_BTF = self._project_in("up")(x_BTD)
-        if model.gated:
-            h_BTF = activation(self._project_in("gate")(x_BTD)) * up_BTF
-        else:
-            h_BTF = activation(up_BTF)
+        gate_BTF = self._project_in("gate")(x_BTD) if model.gated else None
+        h_BTF = activate(model, up_BTF, gate_BTF)
         down = Linear(
             (model.embed_dim,),
             ("ffn", "embed"),

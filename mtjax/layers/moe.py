@@ -1,6 +1,7 @@
 """A feed-forward part made of experts."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -50,18 +51,25 @@ class Moe(nn.Module):
         return y_BTD, stats
 
     def _kernels(self, dtype: jnp.dtype) -> Kernels:
-        """Kernels of all experts, in the compute dtype."""
+        """Kernels and biases of all experts, in the compute dtype."""
         model = self.model
         E, D, F = model.moe.num_experts, model.embed_dim, model.expert_dim
-        out_std = model.init_std / (2 * model.num_layers) ** 0.5
-        shapes = {"up": ((E, D, F), model.init_std), "down": ((E, F, D), out_std)}
+        inner = normal(model.init_std)
+        outer = normal(model.init_std / (2 * model.num_layers) ** 0.5)
+        leaves: dict[str, tuple[tuple[int, ...], Callable]] = {
+            "up": ((E, D, F), inner),
+            "down": ((E, F, D), outer),
+        }
         if model.gated:
-            shapes["gate"] = shapes["up"]
+            leaves["gate"] = leaves["up"]
+        if model.mlp_bias:
+            zeros = nn.initializers.zeros
+            leaves |= {f"{name}_bias": ((E, s[-1]), zeros) for name, (s, _) in leaves.items()}
         return {
-            name: self.param(
-                name, named(normal(std), KERNEL_NAMES[name]), shape, jnp.float32
-            ).astype(dtype)
-            for name, (shape, std) in shapes.items()
+            name: self.param(name, named(init, KERNEL_NAMES[name]), shape, jnp.float32).astype(
+                dtype
+            )
+            for name, (shape, init) in leaves.items()
         }
 
     def _shared(self, x_BTD: jax.Array) -> jax.Array:

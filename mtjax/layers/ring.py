@@ -15,6 +15,7 @@ import numpy as np
 
 from mtjax.layers.attention_backends import AttentionCall
 from mtjax.layers.ring_blocks import block_backward, block_forward
+from mtjax.layers.sinks import sink_gradient, with_sinks
 
 
 def zigzag_order(num_tokens: int, num_shards: int) -> np.ndarray:
@@ -32,23 +33,24 @@ def ring_attention(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     segments_BT: jax.Array | None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attention [B, T, N, H] of one shard, in zigzag order, where `axis` is manual.
 
     Keys and values go round as one array in both passes, blocks are merged in float32 by their
     log-sum-exp, and the backward pass of each block uses the output and log-sum-exp of all.
     """
-    return _ring(backend, call, axis, q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    return _ring(backend, call, axis, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _ring(backend, call, axis, q, k, v, segments):
-    return _forward(backend, call, axis, q, k, v, segments)[0]
+def _ring(backend, call, axis, q, k, v, segments, sinks):
+    return _forward(backend, call, axis, q, k, v, segments, sinks)[0]
 
 
-def _ring_forward(backend, call, axis, q, k, v, segments):
-    out, lse = _forward(backend, call, axis, q, k, v, segments)
-    return out, (q, k, v, segments, out, lse)
+def _ring_forward(backend, call, axis, q, k, v, segments, sinks):
+    out, lse = _forward(backend, call, axis, q, k, v, segments, sinks)
+    return out, (q, k, v, segments, sinks, out, lse)
 
 
 class _Travelling(NamedTuple):
@@ -84,7 +86,7 @@ def _send_with(here: _Travelling, dkv: jax.Array, axis: str) -> tuple[_Travellin
     return _Travelling(kv, segments), dkv
 
 
-def _forward(backend, call, axis, q, k, v, segments):
+def _forward(backend, call, axis, q, k, v, segments, sinks):
     """Output [B, T, N, H] and log-sum-exp [B, N, T]."""
     size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     home = _Travelling(_beside(k, v), segments)
@@ -108,12 +110,15 @@ def _forward(backend, call, axis, q, k, v, segments):
         new, new_lse = _merge(target, target_lse, second, second_lse)
         out_a, lse_a = _pick(earlier, new, out_a), _pick(earlier, new_lse, lse_a)
         out_b, lse_b = _pick(earlier, out_b, new), _pick(earlier, lse_b, new_lse)
-    out = jnp.concatenate([out_a, out_b], axis=1).astype(q.dtype)
-    return out, jnp.concatenate([lse_a, lse_b], axis=2)
+    out = jnp.concatenate([out_a, out_b], axis=1)
+    lse = jnp.concatenate([lse_a, lse_b], axis=2)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    return out.astype(q.dtype), lse
 
 
 def _ring_backward(backend, call, axis, residuals, dout):
-    q, k, v, segments, out, lse = residuals
+    q, k, v, segments, sinks, out, lse = residuals
     size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     home = _Travelling(_beside(k, v), segments)
     coming = home.send(axis)
@@ -144,7 +149,8 @@ def _ring_backward(backend, call, axis, residuals, dout):
         dkv += jnp.concatenate(added, axis=1)
     dk, dv = jnp.split(_send(dkv, axis), (k.shape[-1],), axis=-1)
     dq = jnp.concatenate([dq_a, dq_b], axis=1)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, dsinks
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

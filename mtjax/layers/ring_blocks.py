@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mtjax.layers.attention_backends import AttentionCall
+from mtjax.layers.cudnn import cudnn_backward, cudnn_forward
 
 # A row that sees nothing of a block has this log-sum-exp, beside which any other one wins.
 _HIDDEN = -1e30
@@ -27,7 +28,7 @@ def block_forward(
 ) -> Block:
     """Softmax average [B, T, N, H] over the keys of the block, and its log-sum-exp [B, N, T]."""
     if backend == "cudnn":
-        out, lse = _cudnn(call, q_BTNH, k_BSKH, v_BSKH, mask, causal)
+        out, lse = cudnn_forward(q_BTNH, k_BSKH, v_BSKH, mask, scale=call.scale, causal=causal)
         return out.astype(jnp.float32), lse.astype(jnp.float32)
     B, T, N, _ = q_BTNH.shape
     logits_BKGTS, _ = _logits(call, q_BTNH, k_BSKH, mask, causal)
@@ -56,9 +57,11 @@ def block_backward(
     (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
     """
     if backend == "cudnn":
-        return _cudnn_backward(
-            call, (q_BTNH, k_BSKH, v_BSKH), mask, out_BTNH, lse_BNT, dout_BTNH, causal
+        qkv = (q_BTNH, k_BSKH, v_BSKH)
+        dq, dk, dv = cudnn_backward(
+            qkv, mask, out_BTNH, lse_BNT, dout_BTNH, scale=call.scale, causal=causal
         )
+        return dq.astype(jnp.float32), dk.astype(jnp.float32), dv.astype(jnp.float32)
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
 
@@ -93,45 +96,3 @@ def _logits(call, q_BTNH, k_BSKH, mask, causal):
     if mask is not None:
         logits = jnp.where(mask[:, None, None], logits, _HIDDEN)
     return logits, slope
-
-
-def _cudnn(call, q, k, v, mask, causal):
-    # The public wrapper rounds the log-sum-exp to the dtype of the output.
-    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
-
-    B, T, S = q.shape[0], q.shape[1], k.shape[1]
-    return dot_product_attention(
-        q,
-        k,
-        v,
-        mask=None if mask is None else jnp.broadcast_to(mask[:, None], (B, 1, T, S)),
-        scale=call.scale,
-        mask_type=MaskType.CAUSAL if causal else MaskType.NO_MASK,
-        return_residual=True,
-    )
-
-
-def _cudnn_backward(call, qkv, mask, out, lse, dout, causal):
-    """cuDNN's own backward kernel, given another output and log-sum-exp than the block's.
-
-    They are residuals of its VJP, found there by identity; the forward kernel is then dead code.
-    """
-    (own_out, own_lse), vjp = jax.vjp(lambda q, k, v: _cudnn(call, q, k, v, mask, causal), *qkv)
-    leaves, structure = jax.tree.flatten(vjp)
-    found = [leaf is own_out or leaf is own_lse for leaf in leaves]
-    if sum(found) != 2:
-        raise NotImplementedError(
-            f"attention.backend: got cudnn on jax {jax.__version__}, expected its VJP to keep the "
-            f"output and the log-sum-exp, found {sum(found)} of 2; set attention.backend to xla"
-        )
-    leaves = [
-        out.astype(leaf.dtype)
-        if leaf is own_out
-        else lse.astype(leaf.dtype)
-        if leaf is own_lse
-        else leaf
-        for leaf in leaves
-    ]
-    vjp = jax.tree.unflatten(structure, leaves)
-    gradients = vjp((dout, jnp.zeros_like(own_lse)))
-    return tuple(g.astype(jnp.float32) for g in gradients)

@@ -16,7 +16,8 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
     llama3: long wavelengths divided by the factor, short ones kept, a linear blend between
     (Llama 3 report, arXiv 2407.21783).
     yarn: the blend runs over dims, between beta_fast and beta_slow turns in the original
-    context, and attention is tempered (Peng et al. 2023, arXiv 2309.00071, equations 18 to 22).
+    context, widened to whole dims with `truncate`, and attention is tempered (Peng et al. 2023,
+    arXiv 2309.00071, equations 18 to 22).
     """
     half = head_dim // 2
     frequencies = config.theta ** -(np.arange(half) / half)
@@ -31,7 +32,9 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
         keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
         return stretched + (frequencies - stretched) * keep, 1.0
     bounds = [_dim_with_turns(config, head_dim, beta) for beta in _yarn_betas(config)]
-    first, last = max(math.floor(bounds[0]), 0), min(math.ceil(bounds[1]), head_dim - 1)
+    if config.truncate:
+        bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
+    first, last = max(bounds[0], 0), min(bounds[1], head_dim - 1)
     ramp = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0.0, 1.0)
     temper = _yarn_temper(config, config.mscale) / _yarn_temper(config, config.mscale_all_dim)
     return frequencies + (stretched - frequencies) * ramp, temper

@@ -4,28 +4,30 @@ Shape suffixes beside those of the package: E experts, K experts of one token.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from mtjax.config.model import ModelConfig
-from mtjax.config.moe import MoeConfig
+from mtjax.config.moe import SEQUENCE_ROUTERS, MoeConfig
 from mtjax.layers.dropout import fold_rows
 from mtjax.layers.init import normal
 from mtjax.layers.linear import named
 from mtjax.sharding import local_map, reshard, shard, sum_over_manual
 
 _TOKENS = ("batch", "seq_sp", None)
+_SEQUENCES = ("batch", None, None)
 _NOISE_SITE = 3  # beside those of attention and of the two branches of a block
 
 
 class Routing(NamedTuple):
     """Where each token goes.
 
-    `experts`: int32 [B, T, K], E where the token does not count. `weights`: float32 [B, T, K],
-    factors on the outputs of those experts.
+    `experts`: int32 [B, T, K], E where the token does not count or, with expert_choice (where K is
+    E), the expert did not take it. `weights`: float32 [B, T, K], factors on the outputs of those
+    experts.
     """
 
     experts: jax.Array
@@ -67,7 +69,7 @@ class Router(nn.Module):
 
         `counts_BT`: bool, which tokens are no padding. `load_E`: load of the whole batch, for a
         balance loss of that scope; None takes the load of these tokens. `keys_B`: one key per
-        sequence for noise; None outside training.
+        sequence for noise; None outside training, where sinkhorn takes the best logits.
         """
         moe = self.model.moe
         kernel_DE = self.param(
@@ -88,13 +90,24 @@ class Router(nn.Module):
             kernel_DE,
             precision=jax.lax.Precision.HIGHEST,
         )
+        if moe.router_bias:
+            box = named(nn.initializers.zeros, ("router",))
+            logits_BTE += self.param("logit_bias", box, (moe.num_experts,), jnp.float32)
         if keys_B is not None and moe.router_noise:
             logits_BTE += moe.router_noise * _noise(keys_B, logits_BTE.shape[1:])
         logits_BTE = shard(logits_BTE, *_TOKENS)
+        names = _SEQUENCES if moe.router in SEQUENCE_ROUTERS else _TOKENS
         # An island: XLA gathers the operand of a top-k that it splits by itself.
-        experts, weights, probabilities = local_map(
-            partial(route, moe), (_TOKENS, (None,)), [_TOKENS] * 3
-        )(logits_BTE, jax.lax.stop_gradient(bias_E))
+        routed = local_map(
+            partial(route, moe, training=keys_B is not None),
+            (names, (None,), names[:2]),
+            [names] * 3,
+        )(
+            reshard(logits_BTE, _TOKENS, names),
+            jax.lax.stop_gradient(bias_E),
+            reshard(counts_BT, _TOKENS[:2], names[:2]),
+        )
+        experts, weights, probabilities = (shard(a, *_TOKENS) for a in routed)
         experts = jnp.where(counts_BT[..., None], experts, moe.num_experts)
         stats = router_stats(moe, logits_BTE, probabilities, experts, counts_BT, load_E)
         return Routing(experts, weights), stats
@@ -107,22 +120,38 @@ def _noise(keys_B: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def route(
-    moe: MoeConfig, logits_BTE: jax.Array, bias_E: jax.Array
+    moe: MoeConfig,
+    logits_BTE: jax.Array,
+    bias_E: jax.Array,
+    counts_BT: jax.Array | None = None,
+    *,
+    training: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Chosen experts int32 [B, T, K], their weights [B, T, K], and probabilities [B, T, E].
+
+    `counts_BT`: tokens that are no padding (None: all), which SEQUENCE_ROUTERS leave out.
 
     The probabilities, which add up to 1, are those of the balance loss: the softmax of all
     logits, or sigmoid scores by their sum (DeepSeek-AI 2024, arXiv 2412.19437, eq. 17-20).
     """
+    if counts_BT is None:
+        counts_BT = jnp.ones(logits_BTE.shape[:2], bool)
     probabilities = jax.nn.softmax(logits_BTE, axis=-1)
     if moe.router == "softmax_after_topk":
         chosen, experts = jax.lax.top_k(logits_BTE, moe.top_k)
         return experts, moe.routed_scale * jax.nn.softmax(chosen, axis=-1), probabilities
+    if moe.router == "expert_choice":
+        experts_BTE = _taken(moe, jax.lax.stop_gradient(probabilities), counts_BT)
+        return experts_BTE, moe.routed_scale * probabilities, probabilities
     scores = probabilities
     if moe.router == "sigmoid":
         scores = jax.nn.sigmoid(logits_BTE)
         probabilities = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+    if moe.router == "sinkhorn" and moe.top_k == 1:
+        scores = jax.nn.sigmoid(logits_BTE)
     preference = jax.lax.stop_gradient(scores) + bias_E
+    if moe.router == "sinkhorn" and training:
+        preference = balanced_plan(moe, jax.lax.stop_gradient(logits_BTE), counts_BT)
     if moe.num_groups > 1:
         preference = _only_best_groups(moe, preference)
     _, experts = jax.lax.top_k(preference, moe.top_k)
@@ -130,6 +159,40 @@ def route(
     if moe.renormalize:
         weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-20
     return experts, moe.routed_scale * weights, probabilities
+
+
+def _taken(moe: MoeConfig, scores_BTE: jax.Array, counts_BT: jax.Array) -> jax.Array:
+    """int32 [B, T, E]: the expert's number where it takes the token, E elsewhere.
+
+    Each takes ceil(T k / E) of the T tokens of a sequence that count; of equals, the earlier ones.
+    """
+    num_BT11 = jnp.sum(counts_BT, axis=1)[:, None, None]
+    limit = -(-num_BT11 * moe.top_k // moe.num_experts)
+    order = jnp.argsort(jnp.where(counts_BT[..., None], -scores_BTE, 1.0), axis=1, stable=True)
+    place_BTE = jnp.argsort(order, axis=1)
+    taken = counts_BT[..., None] & (place_BTE < limit)
+    return jnp.where(taken, jnp.arange(moe.num_experts, dtype=jnp.int32), moe.num_experts)
+
+
+def balanced_plan(moe: MoeConfig, logits_BTE: jax.Array, counts_BT: jax.Array) -> jax.Array:
+    """Logarithm of exp(logits) whose rows and columns were scaled, until all tokens of a sequence
+    weigh the same and all experts do: Sinkhorn's algorithm (Clark et al. 2022, arXiv 2202.01169).
+
+    Per sequence, so that the plan depends on neither the batch, nor microbatches, nor the mesh.
+    """
+    counts_BT1 = counts_BT[..., None]
+
+    def scale(_: Any, row_BT1: jax.Array) -> jax.Array:
+        return -jax.nn.logsumexp(logits_BTE + columns(row_BT1), axis=2, keepdims=True)
+
+    def columns(row_BT1: jax.Array) -> jax.Array:
+        # A sequence without tokens has sums of zero.
+        sums = jax.nn.logsumexp(logits_BTE + row_BT1, axis=1, keepdims=True, where=counts_BT1)
+        return -jnp.where(jnp.isfinite(sums), sums, 0.0)
+
+    rows = -jax.nn.logsumexp(logits_BTE, axis=2, keepdims=True)
+    rows = jax.lax.fori_loop(0, moe.sinkhorn_iterations - 1, scale, rows)
+    return logits_BTE + rows + columns(rows)
 
 
 def _only_best_groups(moe: MoeConfig, preference_BTE: jax.Array) -> jax.Array:

@@ -196,6 +196,42 @@ def without_yarn(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, rope=RopeConfig(theta=model.rope.theta))
 
 
+def gpt_oss_20b() -> ModelConfig:
+    """gpt-oss-20b (OpenAI 2025, arXiv 2508.10925): 20,914,757,184 parameters, 3.6 B active."""
+    return ModelConfig(
+        vocab_size=201088,
+        embed_dim=2880,
+        num_layers=24,
+        ffn_dim=2880,
+        moe=MoeConfig(
+            num_experts=32,
+            top_k=4,
+            router="softmax_after_topk",
+            router_bias=True,
+            balance_coefficient=1e-3,
+            capacity_factor=1.5,
+        ),
+        attention=AttentionConfig(
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=64,
+            qkv_bias=True,
+            out_bias=True,
+            sinks=True,
+            windows=(128, 0),
+        ),
+        rope=RopeConfig(
+            theta=150_000.0,
+            scaling="yarn",
+            factor=32.0,
+            original_max_positions=4096,
+            truncate=False,
+        ),
+        activation="clamped_swiglu",
+        mlp_bias=True,
+    )
+
+
 def _mixtral(*, layers: int, embed: int, ffn: int, heads: int) -> ModelConfig:
     """Mixtral: Llama with 8 experts, of which a token uses 2, and balanced loads."""
     dense = _llama(

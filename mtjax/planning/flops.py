@@ -40,7 +40,7 @@ def count_expert_params(model: ModelConfig) -> int:
     """Parameters of all routed experts in training, with those of multi-token prediction."""
     layers = _layers_with_experts(model)
     layers += model.mtp.depth * model.moe.has_experts(model.num_layers - 1)
-    return layers * model.moe.num_experts * _mlp_matrix_params(model, model.expert_dim)
+    return layers * model.moe.num_experts * _mlp_params(model, model.expert_dim)
 
 
 def _layers_with_experts(model: ModelConfig) -> int:
@@ -63,19 +63,19 @@ def _block_params(model: ModelConfig, layer: int) -> int:
     attention, moe = model.attention, model.moe
     heads = attention.num_heads + 2 * model.num_kv_heads
     biases = heads * model.head_dim * attention.qkv_bias + model.embed_dim * attention.out_bias
-    if model.mlp_bias:
-        biases += (2 if model.gated else 1) * model.ffn_dim + model.embed_dim
+    sinks = attention.num_heads * attention.sinks
     # Query and key norms are always RMSNorm over one head, shared by the heads.
     qk_norms = 2 * model.head_dim if attention.qk_norm else 0
     qk_norms += _latent_widths(model)
     norms = (4 if model.post_norm else 2) * _norm_params(model)
-    params = _block_matrix_params(model, layer) + biases + qk_norms + norms
-    if moe.has_experts(layer):
-        unused = moe.num_experts - moe.top_k
-        params += unused * _mlp_matrix_params(model, model.expert_dim)
-        # The router's matrix, and its bias.
-        params += moe.num_experts * (model.embed_dim + moe.score_bias)
-    return params
+    params = _attention_matrix_params(model) + biases + sinks + qk_norms + norms
+    if not moe.has_experts(layer):
+        return params + _mlp_params(model, model.ffn_dim)
+    params += moe.num_experts * _mlp_params(model, model.expert_dim)
+    if moe.shared_ffn_dim:
+        params += _mlp_params(model, moe.shared_ffn_dim) + model.embed_dim * moe.shared_gate
+    # The router's matrix, and its biases.
+    return params + moe.num_experts * (model.embed_dim + moe.score_bias + moe.router_bias)
 
 
 def _block_matrix_params(model: ModelConfig, layer: int) -> int:
@@ -107,6 +107,12 @@ def _attention_matrix_params(model: ModelConfig) -> int:
 def _mlp_matrix_params(model: ModelConfig, ffn_dim: int) -> int:
     """Entries of the matrices of one feed-forward part of this inner width."""
     return model.embed_dim * (3 if model.gated else 2) * ffn_dim
+
+
+def _mlp_params(model: ModelConfig, ffn_dim: int) -> int:
+    """Parameters of one feed-forward part of this inner width."""
+    biases = (2 if model.gated else 1) * ffn_dim + model.embed_dim if model.mlp_bias else 0
+    return _mlp_matrix_params(model, ffn_dim) + biases
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:

@@ -30,6 +30,7 @@ from mtjax.recipes import Provenance, describe, from_caller
 from mtjax.sharding import make_mesh
 from mtjax.training.evaluate import Evaluator, has_held_out
 from mtjax.training.feed import Feed, samples_until
+from mtjax.training.resize import open_source, resized
 from mtjax.training.sample import check_sample, draw_sample
 from mtjax.training.state import Setup, TrainState, create_state, make_setup
 from mtjax.training.step import COMPUTE_DTYPES, Limits, Metrics, jit_train_step
@@ -111,6 +112,9 @@ class Trainer:
             self.directory / "checkpoints", config.checkpoint, manifest
         )
         self.start_step = self.checkpointer.step_to_resume()
+        self.resize_source = None
+        if self.start_step is None and config.checkpoint.resize_from:
+            self.resize_source = open_source(config)
         self.setup = make_setup(self.config, self.mesh)
         if self.start_step is not None:
             check_steps(config.train.steps, self.start_step)
@@ -274,6 +278,12 @@ class Trainer:
             if self.config.checkpoint.upcycle_from:
                 params = upcycled(self.config, self.mesh, self.setup, state.params)
                 state = state._replace(params=params)
+            if self.resize_source:
+                parts = (self.config, self.mesh, self.setup, self.resize_source, self.feed)
+                params, report = resized(*parts)
+                state = state._replace(params=params)
+                if self.main:
+                    print(report, flush=True)
             return state
         state, _ = self.checkpointer.restore(self.setup.abstract, self.start_step)
         return state

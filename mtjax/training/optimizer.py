@@ -63,7 +63,7 @@ def decay_mask(config: OptimizerConfig, boxes: Any) -> Any:
 def _is_matrix(box: Boxed) -> bool:
     """Projection kernels: the only parameters that map to or from the embedding or a latent."""
     inner = {"embed", "latent"} & set(box.names)
-    return bool(inner) and len(set(box.names) - {"layers"}) > 1
+    return bool(inner) and len(set(box.names) - {"layers", "experts"}) > 1
 
 
 def make_optimizer(

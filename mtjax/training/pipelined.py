@@ -45,7 +45,7 @@ _pin = jax.lax.with_sharding_constraint
 
 def pipelined_sums(
     config: Config, setup: Setup, mesh: Mesh, params: Params, batch: Any
-) -> LossSums:
+) -> LossSums | routers.RoutedSums:
     """Loss sums of a whole batch (`mtjax.training.step.StepInput`), for evaluation.
 
     `params` come from `mtjax.training.step.gather_params`, here and below.
@@ -55,7 +55,8 @@ def pipelined_sums(
         return run_forward(model, _schedule(config), blocks, shared, batch), None
 
     extra = _StepWide(None, 1.0, None)
-    return _in_region(config, setup, mesh, params, batch, extra, run, with_gradients=False)[0].sums
+    result, _ = _in_region(config, setup, mesh, params, batch, extra, run, with_gradients=False)
+    return _whole_sums(config, result)
 
 
 def pipelined_loss_and_gradients(
@@ -88,11 +89,16 @@ def pipelined_loss_and_gradients(
     stored = storage_shardings(setup.boxes, mesh)
     blocks = _from_stages(config, gradients.blocks, by_run(_layout(config), stored["blocks"]))
     gradients = jax.tree.map(_pin, {**gradients.shared, "blocks": blocks}, stored)
+    return _whole_sums(config, result), gradients
+
+
+def _whole_sums(config: Config, result: Result) -> LossSums | routers.RoutedSums:
+    """Sums of the whole model: with those of its routers, if it has any."""
     sums = result.sums
-    if router_scales is not None:
-        stats = unstack_stages(_layout(config), config.model, result.report)
-        sums = routers.RoutedSums(sums.total + result.loss, sums.cross_entropy, stats)
-    return sums, gradients
+    if not config.model.moe.num_experts:
+        return sums
+    stats = unstack_stages(_layout(config), config.model, result.report)
+    return routers.RoutedSums(sums.total + result.loss, sums.cross_entropy, stats)
 
 
 def _schedule(config: Config) -> Schedule:
@@ -230,11 +236,12 @@ def _staged_model(
     model, train, key = config.model, config.train, extra.key
     # Tables are one stage's piece of the vocabulary; the loss knows the whole one.
     piece = model.with_vocab_shard(config.mesh.pipeline)
-    random = max(model.dropout, model.attention.dropout, model.moe.router_noise) > 0
     stage = jax.lax.axis_index("pipeline")
 
     def keys(microbatch: Any) -> jax.Array | None:
-        return row_keys(key, microbatch.rows) if key is not None and random else None
+        if key is None or not model.random_in_training:
+            return None
+        return row_keys(key, microbatch.rows)
 
     def embed(shared: Any, microbatch: Any) -> jax.Array:
         tokens, positions = microbatch.tokens, microbatch.positions

@@ -139,6 +139,22 @@ def router_metrics(moe: MoeConfig, stats: Any, size: BatchSize) -> dict[str, jax
     return metrics
 
 
+def bias_metrics(params: Any, stats: Any) -> dict[str, jax.Array]:
+    """How far the score biases of all layers have moved; the norm is that of the largest layer."""
+    found = [
+        params["blocks"][group][name]["moe"]["router"]["bias"]
+        for group, units in stats.items()
+        for name, layer in units.items()
+        if layer is not None
+    ]
+    bias_LE = jnp.concatenate(found)
+    return {
+        "moe/bias_min": jnp.min(bias_LE),
+        "moe/bias_max": jnp.max(bias_LE),
+        "moe/bias_norm": jnp.max(jnp.linalg.norm(bias_LE, axis=1)),
+    }
+
+
 def move_score_biases(moe: MoeConfig, params: Any, stats: Any) -> Any:
     """Parameters with each router's bias moved towards an even load, once per optimizer step."""
 

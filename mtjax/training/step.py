@@ -135,8 +135,7 @@ def _hidden(
     """Final hidden states, output table and router statistics of one microbatch; and the hidden
     states of further tokens, where the batch says what these are."""
     model = config.model
-    random = max(model.dropout, model.attention.dropout, model.moe.router_noise) > 0
-    keys_B = row_keys(key, batch.rows) if key is not None and random else None
+    keys_B = row_keys(key, batch.rows) if key is not None and model.random_in_training else None
     extra = Extra(batch.segments, keys_B, batch.counts, loads)
     h_BTD, table_VD, _, stats = run_model(
         model, config.train, params, batch.tokens, batch.positions, extra
@@ -243,15 +242,22 @@ def evaluation_loss(
     config: Config, setup: Setup, mesh: Mesh, params: Params, batch: StepInput
 ) -> jax.Array:
     """Sum of the cross entropy over the whole batch, every microbatch of it, without dropout."""
+    return evaluation_sums(config, setup, mesh, params, batch).cross_entropy
+
+
+def evaluation_sums(
+    config: Config, setup: Setup, mesh: Mesh, params: Params, batch: StepInput
+) -> Sums:
+    """As `evaluation_loss`, with what routers did."""
     computed = gather_params(config, setup, mesh, params)
     batch = in_exchange_order(config, _with_counts(config, batch._replace(active=None)))
     if axis_size("pipeline") > 1:
-        return pipelined_sums(config, setup, mesh, computed, batch).cross_entropy
+        return pipelined_sums(config, setup, mesh, computed, batch)
 
-    def one(_: None, microbatch: StepInput) -> tuple[None, jax.Array]:
-        return None, batch_loss(config, computed, microbatch, None).cross_entropy
+    def one(_: None, microbatch: StepInput) -> tuple[None, Sums]:
+        return None, batch_loss(config, computed, microbatch, None)
 
-    return jnp.sum(jax.lax.scan(one, None, batch)[1])
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.scan(one, None, batch)[1])
 
 
 def _accumulate(
@@ -370,6 +376,8 @@ def make_train_step(config: Config, mesh: Mesh, setup: Setup) -> TrainStep:
         if moe.num_experts:
             size = routers.batch_size(batch.weights, batch.segments, batch.active)
             metrics |= routers.router_metrics(moe, sums.router, size)
+        if moe.score_bias:
+            metrics |= routers.bias_metrics(new_state.params, sums.router)
         return new_state, metrics
 
     return train_step

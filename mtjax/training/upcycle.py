@@ -78,8 +78,9 @@ def with_experts(model: ModelConfig, dense: Params, fresh: Params) -> Params:
 def _copies(num_experts: int, block: Params, router: Params) -> Params:
     """A stacked block whose feed-forward part, [repeat, ...], became experts [repeat, E, ...]."""
     kernels = {
-        name: jnp.repeat(part["kernel"][:, None], num_experts, axis=1)
+        name if leaf == "kernel" else f"{name}_{leaf}": jnp.repeat(x[:, None], num_experts, axis=1)
         for name, part in block["mlp"].items()
+        for leaf, x in part.items()
     }
     others = {name: part for name, part in block.items() if name != "mlp"}
     return others | {"moe": {"router": router, **kernels}}

@@ -33,6 +33,10 @@ def test_an_expert_takes_its_share_of_a_sequence_times_the_factor_rounded_up(
     assert moe.capacity(seq_len) == rows
 
 
+def test_experts_that_choose_take_their_share_of_a_sequence_and_no_more():
+    assert MoeConfig(**CHOICE).capacity(10) == 5
+
+
 @pytest.mark.parametrize(
     ("first_dense", "every", "layers"),
     [(0, 1, [0, 1, 2, 3, 4, 5]), (2, 1, [2, 3, 4, 5]), (0, 2, [1, 3, 5]), (1, 3, [3])],
@@ -43,6 +47,10 @@ def test_experts_stand_in_the_last_of_every_n_layers_above_the_dense_ones(
     moe = MoeConfig(num_experts=4, first_dense=first_dense, every=every)
     assert [layer for layer in range(6) if moe.has_experts(layer)] == layers
     assert not any(MoeConfig().has_experts(layer) for layer in range(6))
+
+
+SINKHORN = {"num_experts": 4, "router": "sinkhorn"}
+CHOICE = {"num_experts": 4, "router": "expert_choice", "renormalize": False}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +84,17 @@ def test_experts_stand_in_the_last_of_every_n_layers_above_the_dense_ones(
         ({"num_experts": 4, "device_balance_coefficient": 0.1}, "set both or neither"),
         ({"num_experts": 4, "device_groups": 3}, "a divisor of moe.num_experts"),
         ({"num_experts": 4, "routed_scale": 0.0}, "moe.routed_scale"),
+        ({"num_experts": 4, "sinkhorn_iterations": 3}, "while moe.router is 'softmax'"),
+        (SINKHORN | {"sinkhorn_iterations": 0}, "moe.sinkhorn_iterations: got 0"),
+        (SINKHORN | {"balance_coefficient": 0.1}, "evens out loads by itself"),
+        (SINKHORN | {"top_k": 1}, "moe.renormalize.*without gradient"),
+        (SINKHORN | {"num_groups": 2}, "1 with router sinkhorn"),
+        (SINKHORN | {"score_bias": True}, "use router sigmoid"),
+        (CHOICE | {"device_groups": 2, "device_balance_coefficient": 0.1}, "evens out loads"),
+        (CHOICE | {"renormalize": True}, "whose weights are the scores as they are"),
+        (CHOICE | {"dispatcher": "dropless"}, "or allgather"),
+        (CHOICE | {"capacity_factor": 2.0}, "while moe.router is 'expert_choice'"),
+        (CHOICE | {"drop_policy": "position"}, "while moe.router is 'expert_choice'"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):
@@ -88,10 +107,11 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
     [
         ({"moe": MoeConfig(num_experts=4, first_dense=4)}, "leave experts in some of 4 layers"),
         ({"moe": MoeConfig(num_experts=4, ffn_dim=64)}, "set model.ffn_dim in its place"),
-        ({"moe": MoeConfig(num_experts=4), "mlp_bias": True}, "model.mlp_bias"),
+        ({"activation_clamp": 5.0}, "while model.activation is 'swiglu'"),
+        ({"activation": "clamped_swiglu", "activation_clamp": 0.0}, "GPT-OSS takes 7"),
     ],
 )
-def test_models_that_experts_do_not_fit_are_refused(model, message):
+def test_models_that_experts_or_activations_do_not_fit_are_refused(model, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**model)
 

@@ -32,6 +32,7 @@ PARAMS = {
     "deepseek_v2_lite": 15_706_484_224,
     "deepseek_v2": 235_741_434_880,
     "deepseek_v3": 671_026_419_200,
+    "gpt_oss_20b": 20_914_757_184,
 }
 GFLOP_PER_TOKEN = {"llama2_7b": 42.8637, "llama3_8b": 51.4704, "moe_8x7b": 79.7065}
 GFLOP_PER_TOKEN["deepseek_v3"] = 259.9930  # with multi-token prediction
@@ -39,7 +40,7 @@ GFLOP_PER_TOKEN["deepseek_v3"] = 259.9930  # with multi-token prediction
 
 def test_the_promised_recipes_are_there():
     promised = {"tiny_gpt", "gpt2_124m", "gpt3_175b", "llama2_7b", "llama3_8b", "llama3_70b"}
-    promised |= {"tiny_moe", "moe_8x7b", "mixtral_8x22b", "qwen3_30b_a3b"}
+    promised |= {"tiny_moe", "moe_8x7b", "mixtral_8x22b", "qwen3_30b_a3b", "gpt_oss_20b"}
     promised |= {"deepseek_v2_lite", "deepseek_v2", "deepseek_v3"}
     assert promised <= set(RECIPES)
 

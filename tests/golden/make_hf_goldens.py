@@ -60,8 +60,8 @@ class Golden:
     param_layout: str = LINEAR_LAYOUT
     # Gemma multiplies by (1 + w), so its norm weights are centred on zero.
     norm_center: float = 1.0
-    # Whether setting the router's buffer to zero must change the logits too.
-    has_router_bias: bool = False
+    # Endings of the names of parameters and buffers that, set to zero, must change the logits too.
+    zeroed: tuple[str, ...] = ()
 
 
 LLAMA_SHAPE = {
@@ -103,6 +103,16 @@ LATENT_SHAPE = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
     "tie_word_embeddings": False,
+}
+# The ramp runs from frequency 0.83 to 1.83 of four.
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 0.75,
+    "beta_slow": 0.075,
+    "truncate": False,
 }
 ROUTER_BIAS = "e_score_correction_bias"
 
@@ -263,7 +273,38 @@ GOLDENS = {
             {"routed_scaling_factor": 1.0},
             {"num_experts_per_tok": 2},
         ),
-        has_router_bias=True,
+        zeroed=(ROUTER_BIAS,),
+    ),
+    # Attention sinks, windows in every second layer, biases of experts and router, SwiGLU clamped
+    # (at values that occur here), YaRN whose ramp keeps its fractional ends.
+    "gpt_oss": Golden(
+        config_class="GptOssConfig",
+        config=dict(
+            **{**SMALL_SHAPE, "intermediate_size": 20},
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=5,
+            swiglu_limit=1.0,
+            tie_word_embeddings=False,
+            pad_token_id=0,
+            rope_parameters=GPT_OSS_ROPE,
+        ),
+        ablations=(
+            {"sliding_window": 64},
+            {"swiglu_limit": 7.0},
+            {"swiglu_alpha": 1.0},
+            {"num_experts_per_tok": 3},
+            {"rope_parameters": PLAIN_ROPE},
+            {"rope_parameters": {**GPT_OSS_ROPE, "truncate": True}},
+        ),
+        zeroed=(
+            "sinks",
+            "router.bias",
+            "gate_up_proj_bias",
+            "down_proj_bias",
+            "q_proj.bias",
+            "o_proj.bias",
+        ),
     ),
     # DeepSeek's mscale and mscale_all_dim are equal, so that the first drops out: not here.
     "deepseek_v3": Golden(
@@ -285,7 +326,7 @@ GOLDENS = {
             {"rope_parameters": {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 0.8}},
             {"rope_parameters": {**YARN_ROPE, "mscale": 1.5}},
         ),
-        has_router_bias=True,
+        zeroed=(ROUTER_BIAS,),
     ),
     # Two modules behind one layer. They are part of the loss, not of the logits.
     "deepseek_v3_mtp": Golden(
@@ -298,7 +339,7 @@ GOLDENS = {
             rope_parameters=PLAIN_ROPE,
         ),
         ablations=({"routed_scaling_factor": 1.0},),
-        has_router_bias=True,
+        zeroed=(ROUTER_BIAS,),
     ),
     # V2-Lite has no latent of queries, V2 has groups: both here.
     "deepseek_v2": Golden(
@@ -408,20 +449,20 @@ def mtp_loss(model: torch.nn.Module, ids_BT: torch.Tensor, h_BTD: torch.Tensor) 
 def ablation_effects(golden: Golden, params, ids_BT, logits_BTV) -> dict[str, float]:
     """Largest change of a logit per ablation; raises when one has no visible effect."""
     effects = {}
-    cases = [(overrides, params) for overrides in golden.ablations]
-    if golden.has_router_bias:
-        without = {n: v * 0 if n.endswith(ROUTER_BIAS) else v for n, v in params.items()}
-        cases.append(({ROUTER_BIAS: 0}, without))
-    for overrides, values in cases:
-        model = build_model(golden, {k: v for k, v in overrides.items() if k != ROUTER_BIAS})
+    cases = [(", ".join(overrides), overrides, params) for overrides in golden.ablations]
+    for name in golden.zeroed:
+        without = {n: v * 0 if n.endswith(name) else v for n, v in params.items()}
+        cases.append((name, {}, without))
+    for what, overrides, values in cases:
+        model = build_model(golden, overrides)
         load_params(model, values)
         with torch.no_grad():
             changed_BTV, _ = forward(model, ids_BT)
         effect = float((changed_BTV - logits_BTV).abs().max())
         # Exact instead of tanh gelu moves them by about 1e-3, everything else by more than 0.1.
         if effect < 1e-4:
-            raise ValueError(f"{overrides} changes the logits by {effect:.1e} only: not exercised")
-        effects[", ".join(overrides)] = effect
+            raise ValueError(f"{what} changes the logits by {effect:.1e} only: not exercised")
+        effects[what] = effect
     return effects
 
 

@@ -10,7 +10,7 @@ import pytest
 from mtjax.config import AttentionConfig, MlaConfig, ModelConfig, MoeConfig, TrainConfig
 from mtjax.config.mesh import MeshConfig
 from mtjax.config.sampling import SamplingConfig
-from mtjax.inference.generate import filter_logits, generate
+from mtjax.inference.generate import check_lengths, filter_logits, generate
 from mtjax.parallel.stack import abstract_params, forward, init_params
 from mtjax.sharding import compute_shardings, make_mesh, unbox
 
@@ -32,7 +32,12 @@ MODELS = {
     "windows": dataclasses.replace(
         BASE,
         attention=AttentionConfig(
-            num_heads=4, num_kv_heads=1, windows=(5, 0), logit_softcap=20.0, backend="xla"
+            num_heads=4,
+            num_kv_heads=1,
+            windows=(5, 0),
+            logit_softcap=20.0,
+            sinks=True,
+            backend="xla",
         ),
         post_norm=True,
         logit_softcap=10.0,
@@ -226,3 +231,10 @@ def test_draws_follow_the_probabilities():
     drawn = generate(model, params, one_device(), [1], sampling)
     # Three standard deviations of a binomial share of 400 draws.
     assert abs(np.mean(drawn) - expected) < 3 * (expected * (1 - expected) / 400) ** 0.5
+
+
+def test_a_model_whose_experts_choose_tokens_generates_nothing():
+    """Who serves a token would depend on those behind it."""
+    moe = MoeConfig(num_experts=4, router="expert_choice", renormalize=False)
+    with pytest.raises(ValueError, match="depends on tokens that aren't there yet"):
+        check_lengths(dataclasses.replace(BASE, moe=moe), [1], 1)

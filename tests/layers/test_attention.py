@@ -15,6 +15,7 @@ from mtjax.layers.attention_backends import AttentionCall, attend, unsupported
 from mtjax.layers.block import BlockSpec, DecoderBlock
 from mtjax.layers.dropout import keep_mask
 from mtjax.layers.rope import rope_table
+from mtjax.layers.sinks import sink_gradient, with_sinks
 from mtjax.planning.compile import cuda_plugin_missing
 
 B, T, H = 2, 12, 8
@@ -27,14 +28,14 @@ def inputs(heads, kv_heads, seed=0, length=T, head_dim=H):
     return [rng.normal(size=(B, *shape, head_dim)).astype(np.float32) for shape in shapes]
 
 
-def xla(call, q, k, v, segments=None, keys=None, offset=0):
-    def run(q, k, v, segments, keys, offset):
-        return attend("xla", call, q, k, v, segments, keys, offset)
+def xla(call, q, k, v, segments=None, keys=None, offset=0, sinks=None):
+    def run(q, k, v, segments, keys, offset, sinks):
+        return attend("xla", call, q, k, v, segments, keys, offset, sinks)
 
-    return jax.jit(run, compiler_options=FAST)(q, k, v, segments, keys, offset)
+    return jax.jit(run, compiler_options=FAST)(q, k, v, segments, keys, offset, sinks)
 
 
-def reference(q, k, v, call, segments=None, offset=0, keep=None):
+def reference(q, k, v, call, segments=None, offset=0, keep=None, sinks=None):
     """One query at a time, in float64; `keep` is the dropout mask [B, N, T, S]."""
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     out = np.zeros(q.shape)
@@ -50,8 +51,10 @@ def reference(q, k, v, call, segments=None, offset=0, keep=None):
         scores = k[b, keys, n // group] @ q[b, t, n] * call.scale
         if call.softcap is not None:
             scores = call.softcap * np.tanh(scores / call.softcap)
+        if sinks is not None:
+            scores = np.append(scores, sinks[n])
         weights = np.exp(scores - scores.max())
-        weights /= weights.sum()
+        weights = (weights / weights.sum())[: len(keys)]
         if keep is not None:
             weights *= keep[b, n, t, keys] / (1 - call.dropout)
         out[b, t, n] = weights @ v[b, keys, n // group]
@@ -81,6 +84,44 @@ TOLERANCES = {jnp.float32: 1e-5, jnp.float16: 1e-2, jnp.bfloat16: 6e-2}
 """A few roundings (2^-24, 2^-11, 2^-8) of scores and weights, on values of up to about 4."""
 
 
+def rng_sinks(heads, seed):
+    return np.random.default_rng(seed).normal(size=heads).astype(np.float32)
+
+
+@pytest.mark.parametrize("sink", [-300.0, 0.5, 300.0])
+def test_a_sink_takes_its_share_of_a_head_from_nothing_to_all(sink):
+    """Per head, at any size: exp(300) is no float32."""
+    q, k, v = inputs(4, 2)
+    sinks = np.array([0.0, sink, -1.0, 2.0], np.float32)
+    call = AttentionCall(scale=0.3, window=5)
+    got = xla(call, q, k, v, sinks=sinks)
+    np.testing.assert_allclose(got, reference(q, k, v, call, sinks=sinks), atol=2e-6)
+    if sink == 300:
+        assert not np.any(got[:, :, 1])
+
+
+def test_sinks_as_a_last_factor_have_the_gradients_of_one_more_logit():
+    """What the ring and cuDNN do with a finished softmax, against autodiff through its logits."""
+    q, k, v = (jnp.asarray(x) for x in inputs(4, 2))
+    sinks = jnp.asarray(rng_sinks(4, 0))
+    dout = jnp.asarray(inputs(4, 2, seed=1)[0])
+    call = AttentionCall(scale=0.3)
+    lse = jax.nn.logsumexp(
+        jnp.where(
+            jnp.tril(jnp.ones((T, T), bool)),
+            jnp.einsum("BTNH,BSNH->BNTS", q, jnp.repeat(k, 2, axis=2)) * 0.3,
+            -jnp.inf,
+        ),
+        axis=-1,
+    )
+    plain = attend("xla", call, q, k, v, None, None, 0)
+    out, vjp = jax.vjp(lambda s: attend("xla", call, q, k, v, None, None, 0, s), sinks)
+    ours, total = with_sinks(plain, lse, sinks)
+    np.testing.assert_allclose(ours, out, atol=1e-6)
+    got = sink_gradient(sinks, ours, total, dout)
+    np.testing.assert_allclose(got, vjp(dout)[0], rtol=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(15))
 def test_xla_attention_equals_a_plain_softmax_on_random_features(seed):
     pick = random.Random(seed).choice
@@ -99,14 +140,15 @@ def test_xla_attention_equals_a_plain_softmax_on_random_features(seed):
     length, offset = (T + 7, pick([0, 2, 7])) if cached else (T, 0)
     qkv = [jnp.asarray(x, dtype) for x in inputs(heads, kv_heads, seed, length, head_dim)]
     segments = np.sort(np.random.default_rng(seed).integers(1, 4, (B, T))) if packed else None
+    sinks = pick([None, rng_sinks(heads, seed)])
     keys, keep = None, None
     if dropout:
         keys = jax.random.split(jax.random.key(seed), B)
         shape = (kv_heads, heads // kv_heads, T, length)
         keep = np.asarray(keep_mask(keys, dropout, shape, *[None] * 5)).reshape(B, heads, T, length)
-    got = xla(call, *qkv, segments, keys, offset)
+    got = xla(call, *qkv, segments, keys, offset, sinks)
     assert got.dtype == dtype
-    expected = reference(*map(np.asarray, qkv), call, segments, offset, keep)
+    expected = reference(*map(np.asarray, qkv), call, segments, offset, keep, sinks)
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=TOLERANCES[dtype])
 
 
@@ -215,8 +257,9 @@ def test_every_combination_is_computed_or_refused_by_name():
 
 @pytest.mark.parametrize(("window", "packed"), [(0, False), (32, False), (0, True), (32, True)])
 @pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("sinks", [False, True])
 def test_what_cudnn_supports_compiles_for_h200_with_its_gradient(
-    h200_mesh, window, packed, kv_heads
+    h200_mesh, window, packed, kv_heads, sinks
 ):
     from mtjax.planning.compile import compile_for
 
@@ -224,11 +267,14 @@ def test_what_cudnn_supports_compiles_for_h200_with_its_gradient(
     q, k = (jax.ShapeDtypeStruct((2, 128, n, 64), jnp.bfloat16) for n in (4, kv_heads))
     segments = jax.ShapeDtypeStruct((2, 128), jnp.int32) if packed else None
 
-    def loss(q, k, v, segments):
-        out = attend("cudnn", call, q, k, v, segments, None, 0)
+    sinks = jax.ShapeDtypeStruct((4,), jnp.float32) if sinks else None
+
+    def loss(qkv, sinks, segments):
+        out = attend("cudnn", call, *qkv, segments, None, 0, sinks)
         return jnp.sum(jnp.square(out.astype(jnp.float32)))
 
     mesh = h200_mesh(data=1, fsdp=1, tensor=1)
-    program = compile_for(mesh, jax.grad(loss, (0, 1, 2)), q, k, k, segments)
+    program = compile_for(mesh, jax.grad(loss, (0, 1)), (q, k, k), sinks, segments)
     targets = [c.target for c in program.summary.custom_calls]
+    # One forward and one backward: with sinks too the second takes the output of the first.
     assert sum(t.startswith("__cudnn$fmha") for t in targets) == 2

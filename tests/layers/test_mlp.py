@@ -32,22 +32,27 @@ def model(**settings):
     return ModelConfig(embed_dim=D, ffn_dim=F, attention=AttentionConfig(num_heads=2), **settings)
 
 
-@pytest.mark.parametrize("name", list(ACTIVATIONS))
+@pytest.mark.parametrize("name", [*ACTIVATIONS, "clamped_swiglu"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_each_activation_follows_its_formula(name, bias):
-    mlp = Mlp(model(activation=name, mlp_bias=bias))
+    clamp = {"activation_clamp": 0.9} if name == "clamped_swiglu" else {}
+    mlp = Mlp(model(activation=name, mlp_bias=bias, **clamp))
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 3, D))
     shapes = unbox(jax.eval_shape(mlp.init, jax.random.key(0), jnp.zeros((2, 3, D))))["params"]
     params = jax.tree.map(lambda s: rng.normal(size=s.shape), shapes)
-    gated = name in ("swiglu", "geglu")
+    gated = name in ("swiglu", "geglu", "clamped_swiglu")
     assert set(params) == ({"gate", "up", "down"} if gated else {"up", "down"})
 
     def project(part, y):
         return y @ params[part]["kernel"] + (params[part]["bias"] if bias else 0.0)
 
-    act = ACTIVATIONS[name]
-    inner = act(project("gate", x)) * project("up", x) if gated else act(project("up", x))
+    if name == "clamped_swiglu":
+        gate = np.minimum(project("gate", x), 0.9)
+        inner = gate / (1 + np.exp(-1.702 * gate)) * (np.clip(project("up", x), -0.9, 0.9) + 1)
+    else:
+        act = ACTIVATIONS[name]
+        inner = act(project("gate", x)) * project("up", x) if gated else act(project("up", x))
     single = jax.tree.map(np.float32, params)
     got = mlp.apply({"params": single}, jnp.asarray(x, jnp.float32))
     np.testing.assert_allclose(got, project("down", inner), atol=3e-5)

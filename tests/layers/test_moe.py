@@ -42,18 +42,25 @@ def softmax(z):
     return e / e.sum(-1, keepdims=True)
 
 
-def ffn(params, e, row):
-    up = row @ params["up"][e]
+def ffn(params, e, row, clamp=None):
+    def project(name, row):
+        bias = params[f"{name}_bias"][e] if f"{name}_bias" in params else 0.0
+        return row @ params[name][e] + bias
+
+    up = project("up", row)
     if "gate" not in params:
-        return np.maximum(up, 0) ** 2 @ params["down"][e]
-    gate = row @ params["gate"][e]
-    return (gate / (1 + np.exp(-gate)) * up) @ params["down"][e]
+        return project("down", np.maximum(up, 0) ** 2)
+    gate = project("gate", row)
+    if clamp is None:
+        return project("down", gate / (1 + np.exp(-gate)) * up)
+    gate, up = np.minimum(gate, clamp), np.clip(up, -clamp, clamp)
+    return project("down", (up + 1) * gate / (1 + np.exp(-1.702 * gate)))
 
 
-def by_loops(params, x, capacity=T, policy="position"):
+def by_loops(params, x, capacity=T, policy="position", clamp=None):
     """Softmax, top-k, renormalise; each expert keeps `capacity` tokens of a sequence."""
     out = np.zeros_like(x)
-    p = softmax(x @ params["router"]["kernel"])
+    p = softmax(x @ params["router"]["kernel"] + params["router"].get("logit_bias", 0.0))
     for b in range(B):
         best = np.argsort(-p[b], axis=-1)[:, :K]
         weights = np.take_along_axis(p[b], best, -1)
@@ -63,7 +70,7 @@ def by_loops(params, x, capacity=T, policy="position"):
             if policy == "probability":
                 queue.sort(key=lambda pair: -pair[1])
             for t, weight in queue[:capacity]:
-                out[b, t] += weight * ffn(params, e, x[b, t])
+                out[b, t] += weight * ffn(params, e, x[b, t], clamp)
     return out
 
 
@@ -80,6 +87,30 @@ def test_each_dispatcher_computes_the_weighted_sum_of_the_chosen_experts(dispatc
     assert jnp.sum(stats.load) == B * T * K
 
 
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("activation", ["clamped_swiglu", "relu2"])
+def test_biases_of_experts_are_weighted_as_their_outputs_and_dropped_with_them(
+    dispatcher, activation
+):
+    """Every token of the second sequence is padding, which gets no bias either."""
+    moe = dataclasses.replace(ROOMY, router="softmax_after_topk", router_bias=True)
+    clamp = 0.8 if activation == "clamped_swiglu" else None
+    clamped = {} if clamp is None else {"activation_clamp": clamp}
+    config = model(moe, activation=activation, mlp_bias=True, **clamped)
+    config = config.with_dispatcher(dispatcher)
+    capacity = T
+    if dispatcher == "capacity":
+        moe = dataclasses.replace(config.moe, capacity_factor=0.6, drop_policy="position")
+        config, capacity = dataclasses.replace(config, moe=moe), 4
+    x, params = draw(config)
+    assert {"up_bias", "down_bias", "router"} < set(params) and "logit_bias" in params["router"]
+    counts = np.tile(np.arange(B)[:, None] == 0, (1, T))
+    got, stats = apply(config, params, x, jnp.asarray(counts))
+    expected = np.where(counts[..., None], by_loops(params, x, capacity, clamp=clamp), 0.0)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    assert (stats.dropped > 0) == (dispatcher == "capacity")
+
+
 @pytest.mark.parametrize("policy", ["probability", "position"])
 def test_an_overfull_expert_keeps_the_heaviest_or_the_first_tokens_of_each_sequence(policy):
     config = model(dataclasses.replace(ROOMY, capacity_factor=0.6, drop_policy=policy))
@@ -94,7 +125,7 @@ def test_an_overfull_expert_keeps_the_heaviest_or_the_first_tokens_of_each_seque
 
 @pytest.mark.parametrize("dispatcher", ["dropless", "allgather"])
 def test_dispatchers_that_drop_nothing_have_the_same_gradients(dispatcher):
-    config = model(dataclasses.replace(ROOMY, shared_ffn_dim=7, shared_gate=True))
+    config = model(dataclasses.replace(ROOMY, shared_ffn_dim=7, shared_gate=True), mlp_bias=True)
     x, params = draw(config)
 
     def gradients(config):
@@ -118,6 +149,26 @@ def test_a_shared_expert_is_added_scaled_by_its_gate():
         for t in range(T):
             expected[b, t] += scale[b, t] * ffn(shared, 0, x[b, t])
     np.testing.assert_allclose(apply(config, params, x)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dispatcher", ["capacity", "allgather"])
+def test_an_expert_that_chooses_serves_its_best_tokens_of_each_sequence(dispatcher):
+    """ceil(12 * 2 / 4) = 6 tokens, of the second sequence, which has 7, ceil(3.5) = 4."""
+    moe = MoeConfig(num_experts=E, top_k=K, router="expert_choice", renormalize=False)
+    config = model(dataclasses.replace(moe, dispatcher=dispatcher))
+    x, params = draw(config)
+    counts = np.ones((B, T), bool)
+    counts[1, 7:] = False
+    got, stats = apply(config, params, x, jnp.asarray(counts))
+    p = softmax(x @ params["router"]["kernel"])
+    expected = np.zeros_like(x)
+    for b, (tokens, size) in enumerate([(12, 6), (7, 4)]):
+        for e in range(E):
+            for t in np.argsort(-p[b, :tokens, e])[:size]:
+                expected[b, t] += p[b, t, e] * ffn(params, e, x[b, t])
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(stats.load, [10] * E)
+    assert stats.dropped == 0
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)

@@ -82,6 +82,20 @@ def test_yarn_keeps_fast_dims_divides_slow_ones_and_tempers_attention():
     assert length == pytest.approx(1.3688879454, rel=1e-6)
 
 
+def test_yarn_without_truncate_blends_between_the_exact_ends():
+    """gpt-oss-20b: 32 turns in 4096 tokens by frequency 8.09 of 32, and one by 17.40."""
+    settings = {"theta": 150_000.0, "scaling": "yarn", "factor": 32.0}
+    config = RopeConfig(original_max_positions=4096, truncate=False, **settings)
+    ratio = rope_frequencies(config, 64)[0] / 150_000.0 ** (-np.arange(32) / 32)
+    first, last = (32 * math.log(4096 / (n * 2 * math.pi)) / math.log(150_000) for n in (32, 1))
+    assert (round(first, 2), round(last, 2)) == (8.09, 17.4)
+    for i in (9, 12, 17):
+        kept = (last - i) / (last - first)
+        assert ratio[i] == pytest.approx(kept + (1 - kept) / 32, rel=1e-12)
+    rounded = rope_frequencies(RopeConfig(original_max_positions=4096, **settings), 64)[0]
+    assert rounded[9] != pytest.approx(ratio[9] * 150_000.0 ** (-9 / 32), rel=1e-3)
+
+
 def test_bf16_heads_turn_by_angles_of_float32():
     """bfloat16 has no 257: rotated by it, positions 256 and 257 would be one."""
     table = rope_table(RopeConfig(), 4, jnp.array([[256, 257]]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtjax.config import AttentionConfig, ModelConfig, MoeConfig
-from mtjax.layers.router import Router, next_score_bias, route, router_stats
+from mtjax.layers.router import Router, balanced_plan, next_score_bias, route, router_stats
 
 
 def chosen(moe, logits, bias=None):
@@ -68,6 +68,64 @@ def test_experts_outside_the_best_groups_are_never_chosen_even_below_zero():
     moe = MoeConfig(num_experts=4, num_groups=2, router="sigmoid", score_bias=True)
     got = chosen(moe, logit([0.1, 0.2, 0.8, 0.9]), [-2.0] * 4)
     assert set(got) == {2, 3}
+
+
+def test_sinkhorn_chooses_by_the_plan_in_training_and_weights_by_the_bare_probabilities():
+    """The published iteration on exp(logits), in float64; evaluation chooses by the logits."""
+    moe = MoeConfig(num_experts=5, top_k=2, router="sinkhorn", renormalize=False)
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(3, 40, 5)) + np.array([2.0, 0.0, 0.0, 0.0, -2.0])
+    counts = np.ones((3, 40), bool)
+    counts[1, 25:] = counts[2] = False
+    args = (moe, jnp.asarray(logits, jnp.float32), jnp.zeros(5), jnp.asarray(counts))
+    experts, weights, p = route(*args, training=True)
+    plain = route(*args)
+    np.testing.assert_array_equal(plain[0], np.argsort(-logits, axis=-1)[..., :2])
+    for row in (0, 1):
+        cost = np.exp(logits[row][counts[row]])
+        left, right = np.ones(len(cost)), np.ones(5)
+        for _ in range(16):
+            left = 1 / (cost @ right)
+            right = 1 / (left @ cost)
+        plan = left[:, None] * cost * right
+        got = balanced_plan(moe, *(a[row : row + 1] for a in (args[1], args[3])))
+        np.testing.assert_allclose(np.exp(got)[0][counts[row]], plan, rtol=1e-4)
+        # Even to the eye: the columns' sums are equal, the rows' nearly so.
+        np.testing.assert_allclose(plan.sum(1), 5 / len(cost), rtol=1e-3)
+        expected = np.argsort(-plan, axis=-1)[:, :2]
+        np.testing.assert_array_equal(experts[row][counts[row]], expected)
+        loads, before = (
+            np.bincount(np.asarray(e)[row][counts[row]].ravel(), minlength=5)
+            for e in (experts, plain[0])
+        )
+        assert loads.max() < 0.7 * before.max()
+    np.testing.assert_array_equal(weights, np.take_along_axis(p, experts, axis=-1))
+    assert np.all(np.isfinite(weights))
+
+
+def test_sinkhorn_with_one_expert_weights_it_by_its_sigmoid():
+    moe = MoeConfig(num_experts=3, top_k=1, router="sinkhorn", renormalize=False)
+    assert chosen(moe, logit([0.2, 0.9, 0.5])) == {1: 0.9}
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_experts_choose_the_tokens_of_a_sequence_that_score_them_highest(scale):
+    """ceil(T k / E) of the tokens that count: of 7 and 5, with k = 2 and E = 4, 4 and 3."""
+    moe = MoeConfig(
+        num_experts=4, top_k=2, router="expert_choice", renormalize=False, routed_scale=scale
+    )
+    logits = np.random.default_rng(0).normal(size=(3, 7, 4)).astype(np.float32)
+    counts = np.ones((3, 7), bool)
+    counts[1, [0, 4]] = counts[2] = False
+    experts, weights, p = route(moe, jnp.asarray(logits), jnp.zeros(4), jnp.asarray(counts))
+    expected = np.full((3, 7, 4), 4)
+    for b, size in ((0, 4), (1, 3)):
+        for e in range(4):
+            order = [t for t in np.argsort(-p[b, :, e], kind="stable") if counts[b, t]]
+            expected[b, order[:size], e] = e
+    np.testing.assert_array_equal(experts, expected)
+    np.testing.assert_allclose(weights, scale * np.asarray(p), rtol=1e-6)
+    assert len({(row < 4).sum() for row in expected[0]}) > 1, "tokens have unequal shares"
 
 
 @pytest.mark.parametrize(("E", "k", "T"), [(4, 1, 8), (4, 2, 6), (8, 3, 16), (64, 8, 64)])

@@ -36,7 +36,8 @@ def model_from_hf(config: dict[str, Any]) -> ModelConfig:
             mlp_bias=True,
             tied_embeddings=True,
         )
-    gemma = config["model_type"] == "gemma2"
+    gemma, oss = (config["model_type"] == kind for kind in ("gemma2", "gpt_oss"))
+    biased = config.get("qkv_bias", False) or config.get("attention_bias", False)
     moe, ffn_dim = _moe(config)
     mla = _mla(config)
     modules = config.get("num_nextn_predict_layers", 0)
@@ -53,8 +54,10 @@ def model_from_hf(config: dict[str, Any]) -> ModelConfig:
             head_dim=None if mla.kv_rank else config["head_dim"],
             mla=mla,
             qk_norm=config["model_type"] in ("qwen3", "qwen3_moe", "dots1"),
-            qkv_bias=config.get("qkv_bias", False),
-            windows=(config["sliding_window"], 0) if gemma else (),
+            qkv_bias=biased,
+            out_bias=oss,
+            sinks=oss,
+            windows=(config["sliding_window"], 0) if gemma or oss else (),
             logit_softcap=config.get("attn_logit_softcapping"),
             scale=config["query_pre_attn_scalar"] ** -0.5 if gemma else None,
             backend="xla",
@@ -63,7 +66,9 @@ def model_from_hf(config: dict[str, Any]) -> ModelConfig:
         norm_epsilon=config["rms_norm_eps"],
         norm_unit_offset=gemma,
         post_norm=gemma,
-        activation="geglu" if gemma else "swiglu",
+        activation="geglu" if gemma else "clamped_swiglu" if oss else "swiglu",
+        activation_clamp=config.get("swiglu_limit", 7.0),
+        mlp_bias=oss,
         tied_embeddings=config["tie_word_embeddings"],
         embed_scale=gemma,
         logit_softcap=config.get("final_logit_softcapping"),
@@ -73,7 +78,8 @@ def model_from_hf(config: dict[str, Any]) -> ModelConfig:
 def _moe(config: dict[str, Any]) -> tuple[MoeConfig, int]:
     """Experts, with room for every token, and the model's feed-forward width."""
     kind, ffn_dim = config["model_type"], config["intermediate_size"]
-    if kind not in ("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "deepseek_v2", "deepseek_v3"):
+    kinds = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "deepseek_v2", "deepseek_v3", "gpt_oss")
+    if kind not in kinds:
         return MoeConfig(), ffn_dim
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next(config[name] for name in names if name in config)
@@ -85,6 +91,8 @@ def _moe(config: dict[str, Any]) -> tuple[MoeConfig, int]:
     }
     if kind == "mixtral":
         return MoeConfig(**common), ffn_dim
+    if kind == "gpt_oss":
+        return MoeConfig(router="softmax_after_topk", router_bias=True, **common), ffn_dim
     width = config["moe_intermediate_size"]
     if kind == "qwen3_moe":
         return MoeConfig(**common), width
@@ -128,12 +136,13 @@ def _rope(rope: dict[str, Any]) -> RopeConfig:
     kind = rope["rope_type"]
     if kind == "default":
         return RopeConfig(theta=rope["rope_theta"])
-    original = rope.get("original_max_position_embeddings", 8192)
+    names = ("factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")
     return RopeConfig(
-        theta=rope["rope_theta"], scaling=kind, factor=rope["factor"],
-        original_max_positions=original,
-        **{name: rope[name] for name in ("mscale", "mscale_all_dim") if name in rope},
-    )  # fmt: skip
+        theta=rope["rope_theta"],
+        scaling=kind,
+        original_max_positions=rope.get("original_max_position_embeddings", 8192),
+        **{name: rope[name] for name in names if name in rope},
+    )
 
 
 Leaf = tuple[str, Callable[[np.ndarray], np.ndarray]]
@@ -245,6 +254,10 @@ def _llama_leaves(model: ModelConfig, hf: dict[str, Any]) -> tuple[dict, dict]:
         for part in ("query", "key", "value"):
             bias = f"{attn}{part[0]}_proj.bias"
             block[f"attention.{part}.bias"] = (bias, lambda x: x.reshape(-1, H))
+    if model.attention.out_bias:
+        block["attention.out.bias"] = (attn + "o_proj.bias", _same)
+    if model.attention.sinks:
+        block["attention.sinks"] = (attn + "sinks", _same)
     top: dict[str, Leaf] = {
         "embed.embedding": ("model.embed_tokens.weight", _same),
         "head.norm.scale": ("model.norm.weight", _same),
@@ -289,6 +302,8 @@ def _with_experts(
 ) -> dict[str, Leaf]:
     """Leaves of a block with experts: transformers fuses gate and up, [E, 2F, D]."""
     F, mlp = model.expert_dim, "model.layers.{}.mlp."
+    if hf["model_type"] == "gpt_oss":
+        return _gpt_oss_experts(dense)
     fused = mlp + "experts.gate_up_proj"
 
     def swapped(x: np.ndarray) -> np.ndarray:
@@ -308,6 +323,21 @@ def _with_experts(
             block[f"moe.shared.{part}.kernel"] = (f"{shared}.{part}_proj.weight", _transposed)
     if model.moe.shared_gate:
         block["moe.shared_gate.kernel"] = (mlp + "shared_expert_gate.weight", _transposed)
+    return block
+
+
+def _gpt_oss_experts(dense: dict[str, Leaf]) -> dict[str, Leaf]:
+    """Leaves of a block of GPT-OSS: gate and up alternate in [E, D, 2F], and all have biases."""
+    mlp = "model.layers.{}.mlp."
+    block = {path: leaf for path, leaf in dense.items() if not path.startswith("mlp.")} | {
+        "moe.router.kernel": (mlp + "router.weight", _transposed),
+        "moe.router.logit_bias": (mlp + "router.bias", _same),
+    }
+    for kind in ("", "_bias"):
+        fused = f"{mlp}experts.gate_up_proj{kind}"
+        block[f"moe.gate{kind}"] = (fused, lambda x: x[..., ::2])
+        block[f"moe.up{kind}"] = (fused, lambda x: x[..., 1::2])
+        block[f"moe.down{kind}"] = (f"{mlp}experts.down_proj{kind}", _same)
     return block
 
 

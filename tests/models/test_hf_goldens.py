@@ -18,7 +18,7 @@ from tests.models.hf_names import hf_tree, load_golden, model_from_hf
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(path.stem for path in GOLDEN.glob("hf_*.npz"))
 FAST = {"xla_backend_optimization_level": 0}
-EXPERTS = ("hf_mixtral", "hf_qwen2_moe", "hf_qwen3_moe", "hf_dots1")
+EXPERTS = ("hf_mixtral", "hf_qwen2_moe", "hf_qwen3_moe", "hf_dots1", "hf_gpt_oss")
 LATENT = ("hf_deepseek_v2", "hf_deepseek_v3", "hf_deepseek_v3_mtp")
 
 
@@ -29,7 +29,7 @@ def test_the_goldens_cover_the_families_we_claim():
 
 CASES = [(name, "capacity") for name in FILES if name != "hf_deepseek_v2"]
 CASES += [pytest.param("hf_deepseek_v2", "capacity", marks=pytest.mark.nightly)]
-CASES += [("hf_mixtral", "dropless"), ("hf_dots1", "allgather")]
+CASES += [("hf_mixtral", "dropless"), ("hf_dots1", "allgather"), ("hf_gpt_oss", "dropless")]
 CASES += [
     pytest.param(name, other, marks=pytest.mark.slow)
     for name in EXPERTS

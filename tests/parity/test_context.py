@@ -35,6 +35,9 @@ FEATURES = {
         num_layers=3,
     ),
     "packed, window": changed({"dropout": 0.0, "windows": (5,)}, packed=True, dropout=0.0),
+    "packed, windows, sinks": changed(
+        {"dropout": 0.0, "windows": (5, 0), "sinks": True}, packed=True, dropout=0.0
+    ),
     "learned positions, remat": changed(
         {"dropout": 0.0, "num_kv_heads": 16}, {"remat": "full"},
         dropout=0.0, position="learned", max_positions=16, norm="layernorm", tied_embeddings=True,
@@ -52,6 +55,7 @@ CASES = [
     (PACKED, MIXED, "allgather"),
     ("residual dropout", "context=4,microbatches=4", "ulysses"),
     (PACKED, MIXED, "ulysses"),
+    ("packed, windows, sinks", MIXED, "ring"),
 ]
 SLOW = [("plain", "context=8", exchange) for exchange in EXCHANGES]
 NIGHTLY = [("plain", f"context={size}", exchange) for size in (2, 4) for exchange in EXCHANGES]
@@ -60,6 +64,10 @@ NIGHTLY += [
     for exchange in EXCHANGES
     for feature in ("plain", PACKED)
     if (feature, exchange) != (PACKED, "ring")
+]
+NIGHTLY += [
+    ("packed, windows, sinks", "data=2,context=4,microbatches=4", exchange)
+    for exchange in EXCHANGES
 ]
 SLOW += [
     ("learned positions, remat", "context=4,tensor=2", "ring"),

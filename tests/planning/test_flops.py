@@ -72,6 +72,21 @@ MODELS = {
 }
 
 
+def test_sinks_and_biases_of_experts_and_routers_are_counted_as_built():
+    """GPT-OSS-like; a token uses no more matrices than without them."""
+    plain = _decoder(128, 32, 3, 80, 4, moe=MoeConfig(num_experts=8, top_k=3))
+    model = dataclasses.replace(
+        plain,
+        moe=dataclasses.replace(plain.moe, router_bias=True, shared_ffn_dim=24, first_dense=1),
+        attention=dataclasses.replace(plain.attention, sinks=True),
+        mlp_bias=True,
+    )
+    leaves = jax.tree.leaves(unbox(abstract_params(model)))
+    assert count_params(model) == sum(leaf.size for leaf in leaves)
+    expert = 3 * 32 * 80 + 2 * 80 + 32
+    assert count_active_params(model) == count_params(model) - 2 * 5 * expert
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_parameter_counts_are_those_of_the_published_checkpoints(name):
     model, published = MODELS[name]

@@ -6,7 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.config import AttentionConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+from mtjax.config import (
+    AttentionConfig,
+    ModelConfig,
+    MoeConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 from mtjax.parallel.stack import abstract_params
 from mtjax.sharding import unbox
 from mtjax.training.optimizer import decay_mask, make_optimizer
@@ -63,6 +69,17 @@ def test_only_matrices_and_tables_decay():
     assert {name for name, on in mask.items() if on} == {n for n in mask if decays(n)}
     without = named(decay_mask(OptimizerConfig(decay_embeddings=False), boxes))
     assert {n for n in mask if mask[n] != without[n]} == {"embed.embedding", "head.kernel"}
+
+
+def test_of_experts_the_matrices_decay_and_no_bias():
+    """Stacked over layers and experts a bias has three dims, as a matrix over layers has."""
+    moe = MoeConfig(num_experts=4, router_bias=True)
+    attention = dataclasses.replace(MODEL.attention, sinks=True)
+    model = dataclasses.replace(MODEL, moe=moe, attention=attention)
+    mask = named(decay_mask(OptimizerConfig(), abstract_params(model)))
+    of_experts = {name.rpartition(".moe.")[2] for name, on in mask.items() if on and "moe" in name}
+    assert of_experts == {"router.kernel", "gate", "up", "down"}
+    assert not any(on for name, on in mask.items() if name.endswith("sinks"))
 
 
 def test_adamw_follows_loshchilov_and_hutter():
