@@ -32,7 +32,7 @@ def count_active_params(model: ModelConfig) -> int:
     moe = model.moe
     if not moe.num_experts:
         return count_params(model)
-    unused = (moe.num_experts - moe.top_k) * _mlp_matrix_params(model, model.expert_dim)
+    unused = (moe.num_experts - moe.top_k) * _mlp_params(model, model.expert_dim)
     return count_params(model) - _layers_with_experts(model) * unused
 
 
