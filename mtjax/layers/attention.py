@@ -10,7 +10,7 @@ from mtjax.config.model import ModelConfig
 from mtjax.layers.attention_backends import AttentionCall, attend
 from mtjax.layers.context import attend_across
 from mtjax.layers.dropout import fold_rows
-from mtjax.layers.linear import Linear
+from mtjax.layers.linear import Gathered, Linear
 from mtjax.layers.norm import RMSNorm
 from mtjax.layers.rope import apply_rope
 from mtjax.sharding import all_mesh_axes, shard
@@ -61,7 +61,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, inputs: BlockInputs, cache: Cache | None
+        self, x_BTD: Gathered, inputs: BlockInputs, cache: Cache | None
     ) -> tuple[jax.Array, Cache | None]:
         config = self.model.attention
         q_BTNH = self._project("query", "heads", config.num_heads)(x_BTD)
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         offset: Any = 0
         if cache is not None:
             offset, cache = cache.length, cache.append(k_BSKH, v_BSKH)
-            k_BSKH, v_BSKH = (x.astype(x_BTD.dtype) for x in (cache.keys, cache.values))
+            k_BSKH, v_BSKH = (x.astype(q_BTNH.dtype) for x in (cache.keys, cache.values))
         call = AttentionCall(
             scale=config.scale or self.model.head_dim**-0.5,
             window=self.window,
@@ -98,6 +98,7 @@ class Attention(nn.Module):
             (self.model.embed_dim,),
             ("heads", "head_dim", "embed"),
             self.model.init_std / (2 * self.model.num_layers) ** 0.5,
+            "attention_out",
             num_in=2,
             use_bias=config.out_bias,
             name="out",
@@ -109,6 +110,7 @@ class Attention(nn.Module):
             (num_heads, self.model.head_dim),
             ("embed", heads_name, "head_dim"),
             self.model.init_std,
+            "qkv",
             use_bias=self.model.attention.qkv_bias,
             name=name,
         )

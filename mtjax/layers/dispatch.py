@@ -18,11 +18,27 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from mtjax.config.mesh import AXES
 from mtjax.config.model import ModelConfig
 from mtjax.config.moe import MoeConfig
 from mtjax.layers.mlp import ACTIVATIONS
 from mtjax.layers.router import Routing
-from mtjax.sharding import local_map, mesh_axes, reshard
+from mtjax.precision.product import (
+    Operand,
+    Placement,
+    QuantizedKernel,
+    product,
+    round_activation,
+)
+from mtjax.sharding import (
+    Names,
+    all_mesh_axes,
+    axis_size,
+    local_map,
+    manual_axes,
+    mesh_axes,
+    reshard,
+)
 
 KERNEL_NAMES = {
     "gate": ("experts", "embed", "expert_ffn"),
@@ -31,8 +47,10 @@ KERNEL_NAMES = {
 }
 """Logical names of the kernels of all experts."""
 
-Kernels = dict[str, jax.Array]
-"""gate (gated activations), up [E, D, F] and down [E, F, D]."""
+_HELD: Names = ("experts", None, None)
+
+Kernels = dict[str, Any]
+"""gate (gated activations), up [E, D, F] and down [E, F, D]: arrays, or QuantizedKernels."""
 
 
 class _Axes(NamedTuple):
@@ -58,25 +76,51 @@ def run_experts(
     )
     assert axes.gather in ((), axes.share), "sequences and experts are split over other axes"
     split, whole = ("batch", "seq_sp", None), ("batch", "seq", None)
-    held = ("experts", None, None)
-    names = list(kernels)
-    pinned = [reshard(kernels[name], KERNEL_NAMES[name], held) for name in names]
+    x = _rounded(x_BTD, kernels["up"])
+    operands, tree = jax.tree.flatten((x, {n: _hold(kernels[n], KERNEL_NAMES[n]) for n in kernels}))
+    num_x = len(jax.tree.leaves(x))
+    tokens = [split if leaf.shape[:-1] == x_BTD.shape[:-1] else () for leaf in operands[:num_x]]
+    in_names = (whole, whole, *tokens, *[_HELD] * (len(operands) - num_x))
 
-    def local(x_BTD, experts_BTK, weights_BTK, *blocks):
-        return _local(
-            model, axes, x_BTD, experts_BTK, weights_BTK, dict(zip(names, blocks, strict=True))
-        )
+    def local(experts_BTK, weights_BTK, *operands):
+        x, kernels = jax.tree.unflatten(tree, operands)
+        return _local(model, axes, x, experts_BTK, weights_BTK, kernels)
 
     experts_BTK, weights_BTK = (reshard(a, split, whole) for a in routing)
-    in_names = (split, whole, whole, *[held] * len(names))
-    return local_map(local, in_names, split)(x_BTD, experts_BTK, weights_BTK, *pinned)
+    return local_map(local, in_names, split)(experts_BTK, weights_BTK, *operands)
+
+
+def _hold(kernel: Any, names: Names) -> Any:
+    """A kernel, or what makes up a quantised one, where its experts live."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        # A scale has size 1 where the kernel is split over fsdp.
+        own = (n if size > 1 else None for n, size in zip(names, leaf.shape, strict=True))
+        return reshard(leaf, tuple(own), _HELD)
+
+    return jax.tree.map(one, kernel)
+
+
+def _rounded(x_BTD: jax.Array, kernel: Any) -> jax.Array | Operand:
+    """Rounded before tokens travel, unless that depends on how they are arranged for experts."""
+    if not isinstance(kernel, QuantizedKernel) or kernel.recipe.emulated:
+        return x_BTD
+    axes = manual_axes("batch")
+    return round_activation(kernel.recipe, x_BTD, 1, Placement(axes, axes))
+
+
+def _by_token(f: Callable[[jax.Array], jax.Array], x: Any) -> Any:
+    """f of tokens [..., D], or of all that makes up rounded ones but a scale that they share."""
+    shape = (x.carrier if isinstance(x, Operand) else x).shape[:-1]
+    return jax.tree.map(lambda leaf: f(leaf) if leaf.shape[:-1] == shape else leaf, x)
 
 
 def _local(model, axes: _Axes, x_BTD, experts_BTK, weights_BTK, kernels: Kernels) -> jax.Array:
     """Tokens held here; T is the whole sequence but for `x_BTD`, which is gathered first."""
     if axes.gather:
-        x_BTD = jax.lax.all_gather(x_BTD, axes.gather, axis=1, tiled=True)
-    num_held = kernels["up"].shape[0]
+        gather = partial(jax.lax.all_gather, axis_name=axes.gather, axis=1, tiled=True)
+        x_BTD = _by_token(gather, x_BTD)
+    num_held = _num_experts(kernels)
     num_peers, num_shares = (_size(a) for a in (axes.exchange, axes.share))
     # Expert e lives on the device (peer, share) with e // L = peer * num_shares + share.
     peer, share = jnp.divmod(experts_BTK // num_held, num_shares)
@@ -162,9 +206,9 @@ def _capacity(
     moe: MoeConfig, ffn, axes: _Axes, x_BTD, served_BTK, weights_BTK, kernels: Kernels
 ) -> jax.Array:
     """Buffers of fixed size, one per sequence and expert (Lepikhin et al. 2020, GShard)."""
-    B, T, D = x_BTD.shape
-    K, P, C = served_BTK.shape[2], T * served_BTK.shape[2], moe.capacity(T)
-    num = _size(axes.exchange) * kernels["up"].shape[0]
+    B, T, K = served_BTK.shape
+    P, C = T * K, moe.capacity(T)
+    num = _size(axes.exchange) * _num_experts(kernels)
     served_BP = served_BTK.reshape(B, P)
     urgency_BP = jnp.zeros((B, P), jnp.float32)
     if moe.drop_policy == "probability":
@@ -174,16 +218,41 @@ def _capacity(
     slot_BP = (served_BP * B + jnp.arange(B)[:, None]) * C + place_BP
     slot = jnp.where(fits, slot_BP, num * B * C).reshape(-1)
     pair = _invert(slot, num * B * C)
-    x = take_rows(x_BTD.reshape(B * T, D), pair // K, slot.reshape(B * T, K))
-    x_JCD = x.reshape(num, B * C, D)
-    if axes.exchange:
-        x_JCD = jax.lax.all_to_all(x_JCD, axes.exchange, 0, 1, tiled=True)
-    x_JCD = checkpoint_name(x_JCD, "expert_in")
-    y_JCD = ffn(partial(jnp.einsum, "ECD,EDF->ECF"), x_JCD, kernels)
+
+    def to_experts(x_BTD: jax.Array) -> jax.Array:
+        x = take_rows(x_BTD.reshape(B * T, -1), pair // K, slot.reshape(B * T, K))
+        x_JCD = x.reshape(num, B * C, -1)
+        if axes.exchange:
+            x_JCD = jax.lax.all_to_all(x_JCD, axes.exchange, 0, 1, tiled=True)
+        return checkpoint_name(x_JCD, "expert_in")
+
+    y_JCD = ffn(partial(_expert_product, axes, C), _by_token(to_experts, x_BTD), kernels)
     if axes.exchange:
         y_JCD = jax.lax.all_to_all(y_JCD, axes.exchange, 1, 0, tiled=True)
-    y = checkpoint_name(y_JCD, "expert_out").reshape(num * B * C, D)
+    y = checkpoint_name(y_JCD, "expert_out").reshape(num * B * C, -1)
     return _combine(take_rows(y, slot, pair[:, None]), weights_BTK)
+
+
+def _expert_product(axes: _Axes, capacity: int, x_ECD: Any, kernel_EDF: Any) -> jax.Array:
+    """x W of each expert, whose rows are sequences of `capacity` tokens."""
+    if not isinstance(kernel_EDF, QuantizedKernel):
+        return jnp.einsum("ECD,EDF->ECF", x_ECD, kernel_EDF)
+    recipe, shape = kernel_EDF.recipe, None
+    if recipe.emulated:  # tiles end where a sequence does, however many are here
+        shape = x_ECD.shape
+        x_ECD = x_ECD.reshape(shape[0], -1, capacity, shape[2])
+    place = Placement(
+        tensor_axes=tuple(a for a in AXES if a != "pipeline" and axis_size(a) > 1),
+        token_axes=tuple(a for a in all_mesh_axes("batch") if a not in axes.exchange),
+    )
+    if not isinstance(x_ECD, Operand):
+        x_ECD = round_activation(recipe, x_ECD, 1, place)
+    y = product(x_ECD, kernel_EDF, place, num_batch=1)
+    return y if shape is None else y.reshape(*shape[:2], -1)
+
+
+def _num_experts(kernels: Kernels) -> int:
+    return jax.tree.leaves(kernels["up"])[0].shape[0]
 
 
 def _dropless(

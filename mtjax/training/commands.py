@@ -99,7 +99,7 @@ def _open(config: Config, command: str) -> tuple[Checkpointer, int]:
 def _compute_params(config: Config, mesh: Mesh, checkpointer: Checkpointer, step: int) -> Params:
     """Parameters in the compute dtype, where decoding uses them."""
     setup = make_setup(config, mesh)
-    dtypes = compute_dtypes(setup.boxes, COMPUTE_DTYPES[config.precision])
+    dtypes = compute_dtypes(setup.boxes, COMPUTE_DTYPES[config.compute_dtype])
     shardings = decoding_shardings(config.model, setup.boxes, mesh)
     abstract = jax.tree.map(
         lambda leaf, dtype, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
