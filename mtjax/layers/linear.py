@@ -1,5 +1,6 @@
 """Parameters with logical names, and the linear projection."""
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,16 @@ from mtjax.precision.product import (
     round_activation,
 )
 from mtjax.precision.recipe import Recipe
-from mtjax.sharding import Boxed, Names, Product, manual_axes, reshard, shard
+from mtjax.sharding import (
+    Boxed,
+    Names,
+    Product,
+    axis_size,
+    manual_axes,
+    mesh_axes,
+    reshard,
+    shard,
+)
 
 _SPLIT, _WHOLE = ("batch", "seq_sp", None), ("batch", "seq", None)
 
@@ -51,12 +61,17 @@ class Gathered:
         """As operand of quantised products."""
         if recipe not in self._rounded:
             x = round_activation(recipe, shard(self.split, *_SPLIT), 1, placement())
-            forward, backward = jax.tree.map(
-                lambda leaf: reshard(leaf, _SPLIT, _WHOLE), (x.forward, x.backward)
-            )
-            # The carrier is gathered for its gradient's sake: that is summed and scattered once.
-            self._rounded[recipe] = Operand(self.whole, forward, backward)
+            forward, backward = jax.tree.map(self._gather, (x.forward, x.backward))
+            # Each device adds up its parts of the gradient from all projections, which then are
+            # summed and scattered once: in the carrier they are apart.
+            parts = (math.prod(axis_size(axis) for axis in mesh_axes("act_ffn")), *x.carrier.shape)
+            carrier = shard(jnp.broadcast_to(self.whole, parts), "act_ffn", *_WHOLE)
+            self._rounded[recipe] = Operand(carrier, forward, backward)
         return self._rounded[recipe]
+
+    def _gather(self, leaf: jax.Array) -> jax.Array:
+        """Of values and row scales; one scale for the tensor is everywhere."""
+        return leaf if leaf.size == 1 else reshard(leaf, _SPLIT, _WHOLE)
 
 
 def placement(names: Names | None = None) -> Placement:

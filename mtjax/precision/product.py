@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mtjax.precision.quantize import Quantized, quantize_activation
+from mtjax.precision.quantize import Quantized, no_dims_of_one, quantize_activation
 from mtjax.precision.recipe import Recipe
 from mtjax.sharding import Names, reshard, shard
 
@@ -56,6 +56,8 @@ class Operand(NamedTuple):
     """Activations [experts or nothing, tokens, input dims] of a product, rounded."""
 
     carrier: Any
+    """The activations; or [parts, ...] of them, one part of the gradient for each device that
+    holds a piece of the kernel's first output dim."""
     forward: Any
     """Quantized for the sum over input dims."""
     backward: Any = None
@@ -118,12 +120,13 @@ def _product(how: _How, x: Operand, kernel: tuple[Any, Quantized, Quantized | No
 
 def _forward(how, x, kernel):
     carrier, forward, backward = kernel
-    saved = x.backward or x.forward, backward or forward, jnp.zeros((), carrier.dtype)
-    return _product(how, x, kernel), saved
+    parts = x.carrier.shape[0] if x.carrier.ndim > x.forward.values.ndim else 0
+    how_saved = jnp.zeros((parts, 0), carrier.dtype)
+    return _product(how, x, kernel), (x.backward or x.forward, backward or forward, how_saved)
 
 
 def _backward(how, saved, g):
-    x, w, dtype = saved[0], saved[1], saved[2].dtype
+    x, w, (parts, _), dtype = saved[0], saved[1], saved[2].shape, saved[2].dtype
     nb, tokens = how.num_batch, x.values.ndim - how.num_in
     outs = g.ndim - tokens
     batch = tuple(range(nb))
@@ -131,10 +134,8 @@ def _backward(how, saved, g):
     out_dims, token_dims = tuple(range(tokens, g.ndim)), tuple(range(nb, tokens))
     g_in, g_w = _round_gradient(how, g, out_dims, token_dims, x_scale, w_scale)
 
-    kernel_outs = tuple(range(nb + how.num_in, nb + how.num_in + outs))
-    dims = ((out_dims, kernel_outs), (batch, batch))
-    dx = _dot(g_in.values, _gather(how, w.values), dims, dtype, "highest")
     left = w_scale if how.recipe.one_gradient else None
+    dx = _input_gradient(how, g_in.values, _gather(how, w.values), tokens, parts, dtype)
     dx = _scaled(dx, dtype, _fit(left, tokens, how.num_in), _fit(g_in.scale, tokens, how.num_in))
 
     dims = ((token_dims, token_dims), (batch, batch))
@@ -147,6 +148,21 @@ def _backward(how, saved, g):
 
 
 _product.defvjp(_forward, _backward)
+
+
+def _input_gradient(how: _How, g: Any, w: Any, tokens: int, parts: int, dtype: Any) -> jax.Array:
+    """g W^T; with parts, [parts, ...] from as many pieces of the first output dim each."""
+    nb, first = how.num_batch, how.num_batch + how.num_in
+    outs = g.ndim - tokens
+    if not parts:
+        batch = tuple(range(nb))
+        dims = ((tuple(range(tokens, g.ndim)), tuple(range(first, first + outs))), (batch, batch))
+        return _dot(g, w, dims, dtype, "highest")
+    g = g.reshape(*g.shape[:tokens], parts, -1, *g.shape[tokens + 1 :])
+    w = w.reshape(*w.shape[:first], parts, -1, *w.shape[first + 1 :])
+    contracted = tuple(range(tokens + 1, g.ndim)), tuple(range(first + 1, w.ndim))
+    dx = _dot(g, w, (contracted, ((tokens,), (first,))), dtype, "highest")
+    return shard(dx, "act_ffn", "batch", "seq", None)
 
 
 def _round_gradient(how, g, out_dims, token_dims, x_scale, w_scale) -> tuple[Quantized, Quantized]:
@@ -195,7 +211,7 @@ def _scaled(y: jax.Array, dtype: Any, *scales: Any) -> jax.Array:
     for scale in scales:
         if scale is not None:
             # In the dtype of y: exact for powers of two, and XLA makes them part of the product.
-            y = y * scale.astype(y.dtype)
+            y = y * no_dims_of_one(scale).astype(y.dtype)
     return y.astype(dtype)
 
 

@@ -42,7 +42,13 @@ def quantize(
     `over`: manual mesh axes that split those dims, so that devices agree on the scale.
     """
     scale = scale_of(_largest(x, shared, over), format)
-    return Quantized(_cast(x.astype(jnp.float32) / scale, format), scale)
+    return Quantized(_cast(x.astype(jnp.float32) / no_dims_of_one(scale), format), scale)
+
+
+def no_dims_of_one(scale: jax.Array) -> jax.Array:
+    """A scale of size 1 as a scalar: XLA would split its dims of 1 as those beside it are split,
+    and spend a collective on putting it together again."""
+    return scale.reshape(()) if scale.size == 1 else scale
 
 
 def scale_of(largest: jax.Array, format: Format) -> jax.Array:

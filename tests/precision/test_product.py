@@ -44,7 +44,7 @@ def block(w, spec, num_batch):
 
 
 def expected(recipe, x, w, g, num_batch):
-    """y, dx, dw of x [E, B, T, D] (no E without a batch dim), w [E, D, N, H] and g [E, B, T, N, H]."""
+    """y, dx, dw of x [(E,) B, T, D], w [(E,) D, N, H] and g [(E,) B, T, N, H]."""
     nb = num_batch
     letters = "E" if nb else ""
     last = x.ndim - 1
