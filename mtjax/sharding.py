@@ -43,7 +43,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "ffn": ("tensor",),
     # Embedding and loss are shared by all stages, so that none waits for another or holds all.
     "vocab": ("pipeline", "tensor"),
-    "experts": ("expert", "tensor"),
+    # With the axes of a sequence: its parts meet at the experts, and each device serves its own.
+    "experts": ("expert", "context", "tensor"),
     "expert_ffn": (),
     "router": (),
     "position": (),

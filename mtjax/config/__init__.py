@@ -229,7 +229,8 @@ def _check_mesh(config: Config) -> None:
         ("fsdp x mesh.context x mesh.expert", "model.embed_dim", model.embed_dim),
     ]
     if model.moe.num_experts:
-        splits.append(("expert x mesh.tensor", "model.moe.num_experts", model.moe.num_experts))
+        experts = model.moe.num_experts
+        splits.append(("expert x mesh.context x mesh.tensor", "model.moe.num_experts", experts))
         splits.append(("tensor", "model.moe.shared_ffn_dim", model.moe.shared_ffn_dim))
     for axes, name, size in splits:
         parts = math.prod(max(mesh.sizes[axis], 1) for axis in axes.split(" x mesh."))

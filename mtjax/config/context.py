@@ -24,13 +24,6 @@ def check_context(model: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> N
             "drop it or set mesh.context",
         )
         return
-    require(
-        not model.moe.num_experts,
-        "mesh.context",
-        mesh.context,
-        "1 for a model with experts, whose dispatch does not know split sequences yet",
-        "use mesh.tensor, which splits sequences between the layers' products",
-    )
     splits = [("mesh.context x mesh.tensor", size * tensor)]
     if attention.exchange == "ring":
         splits.append(("2 x mesh.context with the ring exchange", 2 * size))
@@ -54,13 +47,17 @@ def _check_exchange(model: ModelConfig, size: int, tensor: int) -> None:
         f"0 with the {attention.exchange} exchange",
         "drop it or set model.attention.exchange to allgather",
     )
-    require(
-        attention.exchange != "ring" or model.dropout == 0,
-        "model.dropout",
-        model.dropout,
-        "0 with the ring exchange, whose order of tokens is not that of the dropout masks",
-        "drop it or set model.attention.exchange to ulysses or allgather",
-    )
+    for name, rate, what in (
+        ("model.dropout", model.dropout, "dropout masks"),
+        ("model.moe.router_noise", model.moe.router_noise, "noise"),
+    ):
+        require(
+            attention.exchange != "ring" or rate == 0,
+            name,
+            rate,
+            f"0 with the ring exchange, whose order of tokens is not that of the {what}",
+            "drop it or set model.attention.exchange to ulysses or allgather",
+        )
     if attention.exchange != "ulysses":
         return
     require(

@@ -1,6 +1,7 @@
 """What the network is. Every field changes the mathematics of the model, none its layout."""
 
 import dataclasses
+import math
 from dataclasses import field
 from typing import Literal
 
@@ -329,9 +330,10 @@ class ModelConfig:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
-    def window_period(self) -> int:
-        """Layers after which the pattern of sliding windows repeats."""
-        return min(len(self.attention.windows) or 1, self.num_layers)
+    def layer_period(self) -> int:
+        """Layers after which the pattern of sliding windows and experts repeats."""
+        period = math.lcm(len(self.attention.windows) or 1, self.moe.every)
+        return min(period, self.num_layers)
 
     @property
     def windows(self) -> tuple[int, ...]:

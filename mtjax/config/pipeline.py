@@ -49,11 +49,11 @@ def layers_per_stage(
     """Layers of the chunks*num_stages parts of the model, in the order of the model.
 
     Part i is chunk i // num_stages of stage i % num_stages. A part holds whole repeats of the
-    window pattern, except that the last one ends where the model does.
+    pattern of layers, except that the last one ends where the model does.
     """
     if pipeline.stage_layers:
         return pipeline.stage_layers
-    parts, period = num_stages * pipeline.chunks, model.window_period
+    parts, period = num_stages * pipeline.chunks, model.layer_period
     units = -(-model.num_layers // period)
     few, more = divmod(units, parts)
     counts = [(few + (i < more)) * period for i in range(parts)]
@@ -87,11 +87,11 @@ def check_pipeline(
         "change it, or use schedule 1f1b, which takes any number",
     )
     require(
-        not model.moe.num_experts,
-        "mesh.pipeline",
-        num_stages,
-        "1 for a model with experts, whose router losses a pipeline does not carry yet",
-        "use mesh.expert and mesh.fsdp",
+        not model.moe.first_dense,
+        "model.moe.first_dense",
+        model.moe.first_dense,
+        "0 in a pipeline, whose stages all hold the same pattern of layers",
+        "use mesh.expert and mesh.fsdp, or moe.every, which is such a pattern",
     )
     require(
         not train.remat_offload,
@@ -104,8 +104,8 @@ def check_pipeline(
 
 
 def _check_layers(model: ModelConfig, pipeline: PipelineConfig, num_stages: int) -> None:
-    parts, period = num_stages * pipeline.chunks, model.window_period
-    pattern = f" of the window pattern ({period} layers)" if period > 1 else ""
+    parts, period = num_stages * pipeline.chunks, model.layer_period
+    pattern = f" of the pattern of layers ({period} layers)" if period > 1 else ""
     require(
         pipeline.stage_layers != () or -(-model.num_layers // period) >= parts,
         "model.num_layers",

@@ -3,16 +3,27 @@
 K is key/value heads of one device, C the shards of the sequence.
 """
 
+import math
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from mtjax.config.model import ModelConfig
 from mtjax.layers.attention_backends import AttentionCall, attend, check_supported
-from mtjax.layers.ring import ring_attention
-from mtjax.sharding import local_map, mesh_axes, reshard
+from mtjax.layers.ring import ring_attention, zigzag_order
+from mtjax.sharding import all_mesh_axes, axis_size, local_map, mesh_axes, reshard
 
 _OWN, _WHOLE = ("batch", "seq", "act_heads", None), ("batch", None, "act_heads", None)
+
+
+def token_order(model: ModelConfig, num_tokens: int) -> np.ndarray | None:
+    """Index [T] of the token at each place of a sequence; None: tokens are in their own order."""
+    num_shards = math.prod(axis_size(axis) for axis in all_mesh_axes("seq"))
+    if num_shards == 1 or model.attention.exchange != "ring":
+        return None
+    return zigzag_order(num_tokens, num_shards)
 
 
 def attend_across(
@@ -26,7 +37,7 @@ def attend_across(
 ) -> jax.Array:
     """Causal attention [B, T, N, H] by the exchange that `call` names.
 
-    With the ring, tokens are in the order of `mtjax.layers.ring.zigzag_order`; else in their own.
+    Tokens are in the order of `token_order`.
 
     Raises:
         ValueError: the backend does not support the call, or is still "auto".

@@ -1,10 +1,10 @@
 """How tokens reach their experts and come back, on local blocks of the mesh.
 
-The experts are split over (expert, tensor). Along tensor, devices hold parts of the same sequences:
-they gather them, each serves its own share of the experts, and a reduce-scatter adds up what they
-give, as in a tensor-parallel feed-forward part. Along expert, devices hold other sequences: there
-the dispatchers exchange tokens. Whole sequences meet on one device, which is why what the capacity
-dispatcher drops depends on the sequence alone, on any mesh.
+The experts are split over (expert, context, tensor). Along context and tensor, devices hold parts
+of the same sequences: they gather them, each serves its own share of the experts, and a
+reduce-scatter adds up what they give, as in a tensor-parallel feed-forward part. Along expert,
+devices hold other sequences: there the dispatchers exchange tokens. Whole sequences meet on one
+device, which is why what the capacity dispatcher drops depends on the sequence alone, on any mesh.
 
 Shape suffixes beside those of the package: K experts of one token, P token-expert pairs, R devices
 that exchange tokens, J experts served here for all R devices, L experts held here (J = R L).
@@ -16,29 +16,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from mtjax.config.mesh import AXES
 from mtjax.config.model import ModelConfig
 from mtjax.config.moe import MoeConfig
+from mtjax.layers.context import token_order
+from mtjax.layers.expert_products import (
+    HELD,
+    by_token,
+    expert_product,
+    hold,
+    num_experts,
+    round_tokens,
+)
 from mtjax.layers.mlp import ACTIVATIONS
 from mtjax.layers.router import Routing
-from mtjax.precision.product import (
-    Operand,
-    Placement,
-    QuantizedKernel,
-    product,
-    round_activation,
-)
-from mtjax.sharding import (
-    Names,
-    all_mesh_axes,
-    axis_size,
-    local_map,
-    manual_axes,
-    mesh_axes,
-    reshard,
-)
+from mtjax.sharding import local_map, mesh_axes, reshard
 
 KERNEL_NAMES = {
     "gate": ("experts", "embed", "expert_ffn"),
@@ -47,15 +41,18 @@ KERNEL_NAMES = {
 }
 """Logical names of the kernels of all experts."""
 
-_HELD: Names = ("experts", None, None)
-
 Kernels = dict[str, Any]
 """gate (gated activations), up [E, D, F] and down [E, F, D]: arrays, or QuantizedKernels."""
 
 
-class _Axes(NamedTuple):
-    """Mesh axes of one call."""
+class _Call(NamedTuple):
+    """What the dispatchers know beside their operands: settings and mesh axes."""
 
+    moe: MoeConfig
+    ffn: Callable[..., jax.Array]
+    """(product, x, kernels) -> y; see `_ffn`."""
+    order_T: np.ndarray | None
+    """Index in the sequence of the token at each place; None: they are in order."""
     exchange: tuple[str, ...]
     """Those that split experts and sequences alike."""
     share: tuple[str, ...]
@@ -69,69 +66,46 @@ def run_experts(
 ) -> jax.Array:
     """Weighted sum of the outputs of each token's experts, [B, T, D]; 0 where a token has none."""
     experts, batch = mesh_axes("experts"), mesh_axes("batch")
-    axes = _Axes(
+    call = _Call(
+        model.moe,
+        partial(_ffn, ACTIVATIONS[model.activation]),
+        token_order(model, x_BTD.shape[1]),
         exchange=tuple(axis for axis in experts if axis in batch),
         share=tuple(axis for axis in experts if axis not in batch),
         gather=mesh_axes("seq_sp"),
     )
-    assert axes.gather in ((), axes.share), "sequences and experts are split over other axes"
-    split, whole = ("batch", "seq_sp", None), ("batch", "seq", None)
-    x = _rounded(x_BTD, kernels["up"])
-    operands, tree = jax.tree.flatten((x, {n: _hold(kernels[n], KERNEL_NAMES[n]) for n in kernels}))
+    assert call.gather in ((), call.share), "sequences and experts are split over other axes"
+    split, whole = ("batch", "seq_sp", None), ("batch", None, None)
+    x = round_tokens(x_BTD, kernels["up"])
+    operands, tree = jax.tree.flatten((x, {n: hold(kernels[n], KERNEL_NAMES[n]) for n in kernels}))
     num_x = len(jax.tree.leaves(x))
     tokens = [split if leaf.shape[:-1] == x_BTD.shape[:-1] else () for leaf in operands[:num_x]]
-    in_names = (whole, whole, *tokens, *[_HELD] * (len(operands) - num_x))
+    in_names = (whole, whole, *tokens, *[HELD] * (len(operands) - num_x))
 
     def local(experts_BTK, weights_BTK, *operands):
         x, kernels = jax.tree.unflatten(tree, operands)
-        return _local(model, axes, x, experts_BTK, weights_BTK, kernels)
+        return _local(call, x, experts_BTK, weights_BTK, kernels)
 
     experts_BTK, weights_BTK = (reshard(a, split, whole) for a in routing)
     return local_map(local, in_names, split)(experts_BTK, weights_BTK, *operands)
 
 
-def _hold(kernel: Any, names: Names) -> Any:
-    """A kernel, or what makes up a quantised one, where its experts live."""
-
-    def one(leaf: jax.Array) -> jax.Array:
-        # A scale has size 1 where the kernel is split over fsdp.
-        own = (n if size > 1 else None for n, size in zip(names, leaf.shape, strict=True))
-        return reshard(leaf, tuple(own), _HELD)
-
-    return jax.tree.map(one, kernel)
-
-
-def _rounded(x_BTD: jax.Array, kernel: Any) -> jax.Array | Operand:
-    """Rounded before tokens travel, unless that depends on how they are arranged for experts."""
-    if not isinstance(kernel, QuantizedKernel) or kernel.recipe.emulated:
-        return x_BTD
-    axes = manual_axes("batch")
-    return round_activation(kernel.recipe, x_BTD, 1, Placement(axes, axes))
-
-
-def _by_token(f: Callable[[jax.Array], jax.Array], x: Any) -> Any:
-    """f of tokens [..., D], or of all that makes up rounded ones but a scale that they share."""
-    shape = (x.carrier if isinstance(x, Operand) else x).shape[:-1]
-    return jax.tree.map(lambda leaf: f(leaf) if leaf.shape[:-1] == shape else leaf, x)
-
-
-def _local(model, axes: _Axes, x_BTD, experts_BTK, weights_BTK, kernels: Kernels) -> jax.Array:
+def _local(call: _Call, x_BTD, experts_BTK, weights_BTK, kernels: Kernels) -> jax.Array:
     """Tokens held here; T is the whole sequence but for `x_BTD`, which is gathered first."""
-    if axes.gather:
-        gather = partial(jax.lax.all_gather, axis_name=axes.gather, axis=1, tiled=True)
-        x_BTD = _by_token(gather, x_BTD)
-    num_held = _num_experts(kernels)
-    num_peers, num_shares = (_size(a) for a in (axes.exchange, axes.share))
+    if call.gather:
+        gather = partial(jax.lax.all_gather, axis_name=call.gather, axis=1, tiled=True)
+        x_BTD = by_token(gather, x_BTD)
+    num_held = num_experts(kernels)
+    num_peers, num_shares = (_size(a) for a in (call.exchange, call.share))
     # Expert e lives on the device (peer, share) with e // L = peer * num_shares + share.
     peer, share = jnp.divmod(experts_BTK // num_held, num_shares)
-    mine = (peer < num_peers) & (share == _index(axes.share))
+    mine = (peer < num_peers) & (share == _index(call.share))
     served = jnp.where(mine, peer * num_held + experts_BTK % num_held, num_peers * num_held)
-    dispatch = _DISPATCHERS[model.moe.dispatcher]
-    activation = partial(_ffn, ACTIVATIONS[model.activation])
-    y_BTD = dispatch(model.moe, activation, axes, x_BTD, served, weights_BTK, kernels)
-    if axes.gather:
-        return jax.lax.psum_scatter(y_BTD, axes.gather, scatter_dimension=1, tiled=True)
-    return jax.lax.psum(y_BTD, axes.share) if axes.share else y_BTD
+    dispatch = _DISPATCHERS[call.moe.dispatcher]
+    y_BTD = dispatch(call, x_BTD, served, weights_BTK, kernels)
+    if call.gather:
+        return jax.lax.psum_scatter(y_BTD, call.gather, scatter_dimension=1, tiled=True)
+    return jax.lax.psum(y_BTD, call.share) if call.share else y_BTD
 
 
 def _size(axes: tuple[str, ...]) -> int:
@@ -182,18 +156,20 @@ def _invert(slot_P: jax.Array, num_slots: int) -> jax.Array:
     return empty.at[slot_P].set(jnp.arange(slot_P.size, dtype=jnp.int32), mode="drop")
 
 
-def _places(served_P: jax.Array, urgency_P: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+def _places(
+    num: int, number_P: np.ndarray, served_P: jax.Array, urgency_P: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Each pair's place in the queue of its expert, int32 [P], and the lengths of the queues [J].
 
-    The most urgent is first, then the earlier one.
+    The most urgent is first, then the one with the lower number.
     """
-    number_P = jnp.arange(served_P.size, dtype=jnp.int32)
-    sorted_P, _, order_P = jax.lax.sort((served_P, -urgency_P, number_P), num_keys=3)
+    index_P = jnp.arange(served_P.size, dtype=jnp.int32)
+    sorted_P, _, _, order_P = jax.lax.sort((served_P, -urgency_P, number_P, index_P), num_keys=3)
     length_J = jnp.sum(served_P[:, None] == jnp.arange(num), axis=0, dtype=jnp.int32)
     first = jnp.cumsum(length_J) - length_J
     # Pairs served elsewhere come last; their place is never read.
-    place_sorted = number_P - first.at[sorted_P].get(mode="fill", fill_value=0)
-    return jnp.zeros_like(number_P).at[order_P].set(place_sorted, unique_indices=True), length_J
+    place_sorted = index_P - first.at[sorted_P].get(mode="fill", fill_value=0)
+    return jnp.zeros_like(index_P).at[order_P].set(place_sorted, unique_indices=True), length_J
 
 
 def _combine(rows_PD: jax.Array, weights_BTK: jax.Array) -> jax.Array:
@@ -202,18 +178,18 @@ def _combine(rows_PD: jax.Array, weights_BTK: jax.Array) -> jax.Array:
     return jnp.sum(rows * weights_BTK[..., None], axis=2).astype(rows_PD.dtype)
 
 
-def _capacity(
-    moe: MoeConfig, ffn, axes: _Axes, x_BTD, served_BTK, weights_BTK, kernels: Kernels
-) -> jax.Array:
+def _capacity(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> jax.Array:
     """Buffers of fixed size, one per sequence and expert (Lepikhin et al. 2020, GShard)."""
     B, T, K = served_BTK.shape
-    P, C = T * K, moe.capacity(T)
-    num = _size(axes.exchange) * _num_experts(kernels)
+    P, C = T * K, call.moe.capacity(T)
+    num = _size(call.exchange) * num_experts(kernels)
     served_BP = served_BTK.reshape(B, P)
     urgency_BP = jnp.zeros((B, P), jnp.float32)
-    if moe.drop_policy == "probability":
+    if call.moe.drop_policy == "probability":
         urgency_BP = jax.lax.stop_gradient(weights_BTK).reshape(B, P)
-    place_BP, _ = jax.vmap(partial(_places, num=num))(served_BP, urgency_BP)
+    order_T = np.arange(T) if call.order_T is None else call.order_T
+    number_P = (order_T[:, None] * K + np.arange(K)).reshape(-1).astype(np.int32)
+    place_BP, _ = jax.vmap(partial(_places, num, number_P))(served_BP, urgency_BP)
     fits = (served_BP < num) & (place_BP < C)
     slot_BP = (served_BP * B + jnp.arange(B)[:, None]) * C + place_BP
     slot = jnp.where(fits, slot_BP, num * B * C).reshape(-1)
@@ -222,50 +198,29 @@ def _capacity(
     def to_experts(x_BTD: jax.Array) -> jax.Array:
         x = take_rows(x_BTD.reshape(B * T, -1), pair // K, slot.reshape(B * T, K))
         x_JCD = x.reshape(num, B * C, -1)
-        if axes.exchange:
-            x_JCD = jax.lax.all_to_all(x_JCD, axes.exchange, 0, 1, tiled=True)
+        if call.exchange:
+            x_JCD = jax.lax.all_to_all(x_JCD, call.exchange, 0, 1, tiled=True)
         return checkpoint_name(x_JCD, "expert_in")
 
-    y_JCD = ffn(partial(_expert_product, axes, C), _by_token(to_experts, x_BTD), kernels)
-    if axes.exchange:
-        y_JCD = jax.lax.all_to_all(y_JCD, axes.exchange, 1, 0, tiled=True)
+    y_JCD = call.ffn(
+        partial(expert_product, call.exchange, C), by_token(to_experts, x_BTD), kernels
+    )
+    if call.exchange:
+        y_JCD = jax.lax.all_to_all(y_JCD, call.exchange, 1, 0, tiled=True)
     y = checkpoint_name(y_JCD, "expert_out").reshape(num * B * C, -1)
     return _combine(take_rows(y, slot, pair[:, None]), weights_BTK)
 
 
-def _expert_product(axes: _Axes, capacity: int, x_ECD: Any, kernel_EDF: Any) -> jax.Array:
-    """x W of each expert, whose rows are sequences of `capacity` tokens."""
-    if not isinstance(kernel_EDF, QuantizedKernel):
-        return jnp.einsum("ECD,EDF->ECF", x_ECD, kernel_EDF)
-    recipe, shape = kernel_EDF.recipe, None
-    if recipe.emulated:  # tiles end where a sequence does, however many are here
-        shape = x_ECD.shape
-        x_ECD = x_ECD.reshape(shape[0], -1, capacity, shape[2])
-    place = Placement(
-        tensor_axes=tuple(a for a in AXES if a != "pipeline" and axis_size(a) > 1),
-        token_axes=tuple(a for a in all_mesh_axes("batch") if a not in axes.exchange),
-    )
-    if not isinstance(x_ECD, Operand):
-        x_ECD = round_activation(recipe, x_ECD, 1, place)
-    y = product(x_ECD, kernel_EDF, place, num_batch=1)
-    return y if shape is None else y.reshape(*shape[:2], -1)
-
-
-def _num_experts(kernels: Kernels) -> int:
-    return jax.tree.leaves(kernels["up"])[0].shape[0]
-
-
-def _dropless(
-    moe: MoeConfig, ffn, axes: _Axes, x_BTD, served_BTK, weights_BTK, kernels: Kernels
-) -> jax.Array:
+def _dropless(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> jax.Array:
     """Rows sorted by expert, products by group (Gale et al. 2022, MegaBlocks, arXiv 2211.15841).
 
     Buffers hold the worst case, every token of R devices sent here, so nothing is ever dropped.
     """
     B, T, D = x_BTD.shape
-    K, L, R = served_BTK.shape[2], kernels["up"].shape[0], _size(axes.exchange)
+    K, L, R = served_BTK.shape[2], kernels["up"].shape[0], _size(call.exchange)
     served = served_BTK.reshape(-1)
-    place, length_J = _places(served, jnp.zeros(served.shape, jnp.float32), R * L)
+    number = np.arange(served.size, dtype=np.int32)
+    place, length_J = _places(R * L, number, served, jnp.zeros(served.shape, jnp.float32))
     length_RL = length_J.reshape(R, L)
     # Sent to each device: its rows in the order of its experts, at most S of them.
     S = B * T * min(K, L)
@@ -274,17 +229,17 @@ def _dropless(
     slot = jnp.where(served < R * L, first + place, R * S)
     pair = _invert(slot, R * S)
     x = take_rows(x_BTD.reshape(B * T, D), pair // K, slot.reshape(B * T, K))
-    if axes.exchange:
-        x, length_RL = (jax.lax.all_to_all(a, axes.exchange, 0, 0, tiled=True) for a in
+    if call.exchange:
+        x, length_RL = (jax.lax.all_to_all(a, call.exchange, 0, 0, tiled=True) for a in
                         (x, length_RL))  # fmt: skip
     regrouped = _by_expert(length_RL, S)
     back = _invert(regrouped, R * S)
     x = checkpoint_name(take_rows(x, back, regrouped[:, None]), "expert_in")
     sizes_L = jnp.sum(length_RL, axis=0)
-    y = ffn(partial(_ragged_dot, sizes_L), x, kernels)
+    y = call.ffn(partial(_ragged_dot, sizes_L), x, kernels)
     y = take_rows(y, regrouped, back[:, None])
-    if axes.exchange:
-        y = jax.lax.all_to_all(y, axes.exchange, 0, 0, tiled=True)
+    if call.exchange:
+        y = jax.lax.all_to_all(y, call.exchange, 0, 0, tiled=True)
     y = checkpoint_name(y, "expert_out")
     return _combine(take_rows(y, slot, pair[:, None]), weights_BTK)
 
@@ -309,27 +264,25 @@ def _by_expert(length_RL: jax.Array, size: int) -> jax.Array:
     return jnp.where(expert_RS < L, row_S + shift_RS, R * size).reshape(-1)
 
 
-def _allgather(
-    moe: MoeConfig, ffn, axes: _Axes, x_BTD, served_BTK, weights_BTK, kernels: Kernels
-) -> jax.Array:
+def _allgather(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> jax.Array:
     """Every held expert on every token of all peers, weighted by 0 where it was not chosen."""
     L = kernels["up"].shape[0]
     first: Any = 0
-    if axes.exchange:
-        gather = partial(jax.lax.all_gather, axis_name=axes.exchange, axis=0, tiled=True)
+    if call.exchange:
+        gather = partial(jax.lax.all_gather, axis_name=call.exchange, axis=0, tiled=True)
         x_BTD, served_BTK, weights_BTK = (gather(a) for a in (x_BTD, served_BTK, weights_BTK))
-        first = _index(axes.exchange) * L
+        first = _index(call.exchange) * L
 
     def add(y_BTD, one):
         number, kernels = one
         weight_BT = jnp.sum(jnp.where(served_BTK == first + number, weights_BTK, 0.0), axis=-1)
-        out_BTD = ffn(jnp.matmul, x_BTD, kernels).astype(jnp.float32)
+        out_BTD = call.ffn(jnp.matmul, x_BTD, kernels).astype(jnp.float32)
         return y_BTD + weight_BT[..., None] * out_BTD, None
 
     start = jnp.zeros(x_BTD.shape, jnp.float32)
     y_BTD = jax.lax.scan(add, start, (jnp.arange(L), kernels))[0].astype(x_BTD.dtype)
-    if axes.exchange:
-        y_BTD = jax.lax.psum_scatter(y_BTD, axes.exchange, scatter_dimension=0, tiled=True)
+    if call.exchange:
+        y_BTD = jax.lax.psum_scatter(y_BTD, call.exchange, scatter_dimension=0, tiled=True)
     return y_BTD
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtjax.parallel.schedule import IDLE, Pass, Phase, Schedule
+from mtjax.precision.product import carriers, with_carriers
 from mtjax.sharding import axis_size, local_map, shard
 
 AXIS = "pipeline"
@@ -28,12 +29,33 @@ class StagedModel(NamedTuple):
     """(shared, microbatch) -> x [B, T, D]."""
     inputs: Callable[[Any], Any]
     """(microbatch) -> what every block reads beside x."""
-    chunk: Callable[[Any, jax.Array, Any, jax.Array], jax.Array]
-    """(parameters of a chunk, x, inputs, index of the chunk) -> y [B, T, D]."""
+    chunk: Callable[[Any, jax.Array, Any, jax.Array], "ChunkOutput"]
+    """(parameters of a chunk, x, inputs, index of the chunk) -> what leaves it."""
     loss: Callable[[Any, jax.Array, Any], Any]
     """(shared, y, microbatch) -> tree of sums; the first leaf is what is minimised."""
     shared_names: Any
     """Tree like shared: logical dims of each leaf. Those with "vocab" are split over the stages."""
+
+
+class ChunkOutput(NamedTuple):
+    """What a chunk makes of one microbatch."""
+
+    y_BTD: jax.Array
+    loss: jax.Array
+    """Float32: what its layers add to what is minimised."""
+    report: Any
+    """Float32 sums that tell what its layers did; without gradients."""
+
+
+class Result(NamedTuple):
+    """Sums over all microbatches."""
+
+    sums: Any
+    """Of StagedModel.loss; the same on all stages."""
+    loss: jax.Array
+    """Of ChunkOutput.loss, over the chunks of this stage."""
+    report: Any
+    """Of ChunkOutput.report, [V, ...]."""
 
 
 def pick(tree: Any, index: jax.Array) -> Any:
@@ -86,32 +108,34 @@ def _next_stage(x: jax.Array, step: int) -> jax.Array:
 
 def run_forward(
     model: StagedModel, schedule: Schedule, blocks: Any, shared: Any, batch: Any
-) -> Any:
-    """Loss sums over all microbatches; differentiated, this is GPipe.
+) -> Result:
+    """All microbatches forward; differentiated, this is GPipe.
 
-    `blocks` leaves are [V, U, ...], `batch` leaves [M, ...]. Made to be differentiated with one
-    chunk per stage: of several, each tick would keep the weights of its own.
+    `blocks` leaves are [V, U, ...], `batch` leaves [M, ...]. What a stage is to minimise is the
+    loss of the whole model and its own chunks' (`sums` first leaf + `loss`). Made to be
+    differentiated with one chunk per stage: of several, each tick would keep its weights.
     """
     ticks = _Ticks(model, schedule, blocks, shared, batch)
     # Its residuals are gradients of the whole table: made again in the backward pass instead.
     loss = jax.checkpoint(lambda *args: _loss(model, *args), prevent_cse=False)
 
     def tick(carry: Any, t: jax.Array) -> Any:
-        incoming_BTD, sums = carry
+        incoming_BTD, (sums, chunk_loss, report) = carry
         chunk, microbatch, _ = ticks.own(schedule.forward, t)
         params, inputs = ticks.known(chunk, microbatch)
         x_BTD = ticks.enter(t, incoming_BTD)
-        y_BTD = model.chunk(params, x_BTD, inputs, jnp.maximum(chunk, 0))
+        y_BTD, new_loss, new = model.chunk(params, x_BTD, inputs, jnp.maximum(chunk, 0))
+        chunk_loss += jnp.where(chunk >= 0, new_loss, 0.0)
+        report = ticks.add_chunk(report, jax.lax.stop_gradient(new), chunk)
         chunk, microbatch, _ = ticks.of_stage(schedule.num_stages - 1, schedule.forward, t)
         leaves = chunk == schedule.num_chunks - 1
         data = pick(batch, microbatch)
         new = ticks.where_needed(leaves, lambda: loss(shared, y_BTD, data), _pin_scalars)
         sums = jax.tree.map(lambda a, b: a + jnp.where(leaves, b, 0), sums, new)
-        return (_next_stage(y_BTD, 1), sums), None
+        return (_next_stage(y_BTD, 1), Result(sums, chunk_loss, report)), None
 
-    x_BTD, sums = ticks.zeros()
     num_ticks = int(np.max(np.nonzero(schedule.forward.microbatch != IDLE)[0])) + 1
-    return jax.lax.scan(tick, (x_BTD, sums), jnp.arange(num_ticks))[0][1]
+    return jax.lax.scan(tick, ticks.zeros(), jnp.arange(num_ticks))[0][1]
 
 
 class _Ticks:
@@ -127,11 +151,19 @@ class _Ticks:
         self.blocks, self.shared, self.batch = blocks, shared, batch
         self.stage = jax.lax.axis_index(AXIS)
 
-    def zeros(self) -> tuple[jax.Array, Any]:
-        """A residual stream [B, T, D] and loss sums, all zero."""
-        first = pick(self.batch, jnp.int32(0))
+    def zeros(self) -> tuple[jax.Array, Result]:
+        """A residual stream [B, T, D] and a result, all zero."""
+        index = jnp.int32(0)
+        first = pick(self.batch, index)
         x_BTD = jnp.zeros_like(self.model.embed(self.shared, first))
-        return x_BTD, _zeros(jax.eval_shape(self.model.loss, self.shared, x_BTD, first))
+        params, inputs = self.known(index, index)
+        report = jax.eval_shape(self.model.chunk, params, x_BTD, inputs, index).report
+        chunks = self.schedule.num_chunks
+        return x_BTD, Result(
+            _zeros(jax.eval_shape(self.model.loss, self.shared, x_BTD, first)),
+            jnp.float32(0),
+            jax.tree.map(lambda a: jnp.zeros((chunks, *a.shape), a.dtype), report),
+        )
 
     def own(self, direction: Pass, t: jax.Array) -> tuple[jax.Array, ...]:
         """Chunk, microbatch and slot of this stage at a tick."""
@@ -163,6 +195,19 @@ class _Ticks:
         )
         begins = (self.stage == 0) & (first_chunk == 0)
         return jnp.where(begins, embedded_BTD, incoming_BTD)
+
+    def add_chunk(self, total: Any, new: Any, chunk: jax.Array) -> Any:
+        """Add the new [...] of one chunk to totals [V, ...]; what an idle stage has is garbage."""
+        index = jnp.maximum(chunk, 0)
+
+        def one(total: jax.Array, new: jax.Array) -> jax.Array:
+            new = jnp.where(chunk >= 0, new.astype(jnp.float32), 0.0)
+            if self.schedule.num_chunks == 1:
+                return total + new[None]
+            old = jax.lax.dynamic_index_in_dim(total, index, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(total, old + new, index, 0)
+
+        return jax.tree.map(one, total, new)
 
     def where_needed(
         self, needed: jax.Array, compute: Callable[[], Any], pin: Callable[[Any], Any]
@@ -202,7 +247,7 @@ class _Carry(NamedTuple):
     """From the stage behind."""
     saved: list[jax.Array]
     """Activations for the backward pass, [slots, ...] each."""
-    sums: Any
+    result: Result
     gradients: Gradients
 
 
@@ -214,8 +259,8 @@ def run_1f1b(
     batch: Any,
     scale: jax.Array | float,
     num_active: jax.Array | None = None,
-) -> tuple[Any, Gradients]:
-    """Loss sums and `scale` times the gradients of their total, by 1F1B or interleaved 1F1B.
+) -> tuple[Result, Gradients]:
+    """`run_forward` and `scale` times the gradients of all losses, by 1F1B or interleaved 1F1B.
 
     `blocks` leaves are [V, U, ...], `batch` leaves [M, ...]. With `num_active`, microbatches from
     that one on hold no data (zero weights) and the ticks for them are left out.
@@ -229,7 +274,7 @@ def run_1f1b(
             return executor.tick(phase, t, carry)
 
         carry = jax.lax.fori_loop(begin, end, tick, carry)
-    return carry.sums, carry.gradients
+    return carry.result, carry.gradients
 
 
 def _bounds(schedule: Schedule, phase: Phase, num_active: jax.Array | None) -> tuple[Any, Any]:
@@ -257,15 +302,15 @@ class _Executor(_Ticks):
     def start(self, scale: jax.Array | float, num_active: jax.Array | None) -> _Carry:
         """Nothing sent, nothing saved, all sums zero."""
         self.scale, self.num_active = scale, num_active
-        x_BTD, sums = self.zeros()
+        x_BTD, result = self.zeros()
         saved = jax.eval_shape(lambda x: self._chunk_vjp(x, jnp.int32(0), jnp.int32(0))[1], x_BTD)
         slots = self.schedule.num_slots
         return _Carry(
             x_BTD,
             x_BTD,
             [jnp.zeros((slots, *a.shape), a.dtype) for a in saved],
-            sums,
-            Gradients(_zeros(self.blocks, jnp.float32), _zeros(self.shared, jnp.float32)),
+            result,
+            Gradients(_zeros(carriers(self.blocks), jnp.float32), _zeros(self.shared, jnp.float32)),
         )
 
     def tick(self, phase: Phase, t: jax.Array, carry: _Carry) -> _Carry:
@@ -289,12 +334,17 @@ class _Executor(_Ticks):
     def _forward(self, t: jax.Array, carry: _Carry) -> tuple[jax.Array, _Carry]:
         chunk, microbatch, slot = self.own(self.schedule.forward, t)
         x_BTD = self.enter(t, carry.x_BTD)
-        y_BTD, saved = self._chunk_vjp(x_BTD, chunk, microbatch)
+        out, saved = self._chunk_vjp(x_BTD, chunk, microbatch)
+        result = carry.result
+        result = result._replace(
+            loss=result.loss + jnp.where(chunk >= 0, out.loss, 0.0),
+            report=self.add_chunk(result.report, out.report, chunk),
+        )
         buffers = [
             jax.lax.dynamic_update_index_in_dim(buffer, new, slot, 0)
             for buffer, new in zip(carry.saved, saved, strict=True)
         ]
-        return y_BTD, carry._replace(saved=buffers)
+        return out.y_BTD, carry._replace(saved=buffers, result=result)
 
     def _loss(self, t: jax.Array, y_BTD: jax.Array, carry: _Carry) -> tuple[jax.Array, _Carry]:
         """Add what leaves the last stage to sums and gradients; its own cotangent [B, T, D]."""
@@ -315,21 +365,21 @@ class _Executor(_Ticks):
             lambda r: (_pin_scalars(r[0]), (self._pin_shared(r[1][0]), _pin_stream(r[1][1]))),
         )
         gradients = carry.gradients._replace(shared=_add(carry.gradients.shared, shared))
-        sums = jax.tree.map(jnp.add, carry.sums, sums)
-        return dy_BTD, carry._replace(sums=sums, gradients=gradients)
+        sums = jax.tree.map(jnp.add, carry.result.sums, sums)
+        return dy_BTD, carry._replace(result=carry.result._replace(sums=sums), gradients=gradients)
 
     def _backward(
         self, t: jax.Array, last_dy_BTD: jax.Array, carry: _Carry
     ) -> tuple[jax.Array, _Carry]:
         chunk, microbatch, slot = self.own(self.schedule.backward, t)
-        busy = chunk >= 0
         from_loss = (self.stage == self.schedule.num_stages - 1) & (
             chunk == self.schedule.num_chunks - 1
         )
         dy_BTD = jnp.where(from_loss, last_dy_BTD, carry.dy_BTD)
         saved = pick(carry.saved, slot)
-        dchunk, dx_BTD = self._saved_vjp(saved, chunk, microbatch)(dy_BTD)
-        blocks = self._add_chunk(carry.gradients.blocks, dchunk, chunk, busy)
+        cotangents = dy_BTD, jnp.asarray(self.scale, jnp.float32)
+        dchunk, dx_BTD = self._saved_vjp(saved, chunk, microbatch)(cotangents)
+        blocks = self.add_chunk(carry.gradients.blocks, dchunk, chunk)
 
         first_chunk, first_microbatch, _ = self.of_stage(0, self.schedule.backward, t)
         data = pick(self.batch, first_microbatch)
@@ -349,43 +399,34 @@ class _Executor(_Ticks):
 
     def _chunk_vjp(
         self, x_BTD: jax.Array, chunk: jax.Array, microbatch: jax.Array
-    ) -> tuple[jax.Array, list[jax.Array]]:
+    ) -> tuple[ChunkOutput, list[jax.Array]]:
         """Output of a chunk, and what its backward pass needs beside what is known."""
         params, inputs = self.known(chunk, microbatch)
-        y_BTD, vjp = jax.vjp(
-            lambda p, x: self.model.chunk(p, x, inputs, jnp.maximum(chunk, 0)), params, x_BTD
-        )
+
+        def run(trained: Any, x_BTD: jax.Array) -> Any:
+            own = with_carriers(params, trained)
+            out = self.model.chunk(own, x_BTD, inputs, jnp.maximum(chunk, 0))
+            return (out.y_BTD, out.loss), out.report
+
+        (y_BTD, loss), vjp, report = jax.vjp(run, carriers(params), x_BTD, has_aux=True)
         leaves, self._tree = jax.tree.flatten(vjp)
         known = jax.tree.leaves((params, inputs))
         self._sources = [
             next((i for i, candidate in enumerate(known) if candidate is leaf), None)
             for leaf in leaves
         ]
-        return y_BTD, [
+        return ChunkOutput(y_BTD, loss, report), [
             leaf for leaf, source in zip(leaves, self._sources, strict=True) if source is None
         ]
 
     def _saved_vjp(
         self, saved: list[jax.Array], chunk: jax.Array, microbatch: jax.Array
-    ) -> Callable[[jax.Array], tuple[Any, jax.Array]]:
+    ) -> Callable[[tuple[jax.Array, jax.Array]], tuple[Any, jax.Array]]:
         """The backward pass of a chunk from what `_chunk_vjp` saved."""
         known = jax.tree.leaves(self.known(chunk, microbatch))
         remaining = iter(saved)
         leaves = [next(remaining) if s is None else known[s] for s in self._sources]
         return jax.tree.unflatten(self._tree, leaves)
-
-    def _add_chunk(self, total: Any, new: Any, chunk: jax.Array, busy: jax.Array) -> Any:
-        """Add the gradients of one chunk; those of an idle stage are garbage."""
-        index = jnp.maximum(chunk, 0)
-
-        def one(total: jax.Array, new: jax.Array) -> jax.Array:
-            new = jnp.where(busy, new.astype(jnp.float32), 0.0)
-            if self.schedule.num_chunks == 1:
-                return total + new[None]
-            old = jax.lax.dynamic_index_in_dim(total, index, keepdims=False)
-            return jax.lax.dynamic_update_index_in_dim(total, old + new, index, 0)
-
-        return jax.tree.map(one, total, new)
 
 
 def _zeros(tree: Any, dtype: Any = None) -> Any:

@@ -14,7 +14,7 @@ from mtjax.layers.dropout import dropout, fold_rows
 from mtjax.layers.embedding import Embedding, Head
 from mtjax.layers.rope import rope_table
 from mtjax.models.decoder import BlockGroup, block_groups
-from mtjax.sharding import is_boxed, no_mesh, shard
+from mtjax.sharding import all_mesh_axes, is_boxed, no_mesh, shard
 
 Params = dict[str, Any]
 """{"embed": ..., "blocks": {"group0": {"block0": leaves [repeat, ...]}}, "head": ...}"""
@@ -209,7 +209,10 @@ def run_units(
             inputs = inputs._replace(keys=fold_rows(inputs.keys, layer))
         return DecoderBlock(spec).apply({"params": layer_params}, x_BTD, inputs, cache)
 
-    run = _rematerialised(block, train, unrolled=train.unroll_layers)
+    attention = group.unit[0].model.attention
+    # Its backward pass reads an output of its own, which is what the projection behind it reads.
+    keeps_output = attention.backend == "cudnn" and not all_mesh_axes("seq")
+    run = _rematerialised(block, train, keeps_output, unrolled=train.unroll_layers)
 
     def unit(x_BTD, scanned):
         out_caches, out_stats = {}, {}
@@ -221,36 +224,47 @@ def run_units(
             y_BTD, out_caches[name], out_stats[name] = run(
                 spec, x_BTD, scanned.params[name], layer, own, cache
             )
-            real = scanned.real
-            x_BTD = y_BTD if real is None else jnp.where(real[place], y_BTD, x_BTD)
+            if scanned.real is None:
+                x_BTD = y_BTD
+                continue
+            real = scanned.real[place]
+            x_BTD = jnp.where(real, y_BTD, x_BTD)
+            out_stats[name] = jax.tree.map(
+                lambda total, real=real: jnp.where(real, total, 0.0), out_stats[name]
+            )
         return x_BTD, (out_caches, out_stats)
 
     unroll = len(scanned.units) if train.unroll_layers else 1
     return jax.lax.scan(unit, x_BTD, scanned, unroll=unroll)
 
 
-def _rematerialised(block: Any, train: TrainConfig, *, unrolled: bool) -> Any:
+def _rematerialised(
+    block: Any, train: TrainConfig, attention_keeps_output: bool, *, unrolled: bool
+) -> Any:
     """The block under the rematerialisation that train.remat asks for."""
     if train.remat == "none":
         return block
     policy = None
     if train.remat == "selective":
-        policy = _selective_policy(train)
+        policy = _selective_policy(train, attention_keeps_output)
     # Inside a scan common-subexpression elimination can't undo the recomputation.
     return jax.checkpoint(block, policy=policy, prevent_cse=unrolled, static_argnums=(0,))
 
 
-def _selective_policy(train: TrainConfig) -> Any:
+def _selective_policy(train: TrainConfig, attention_keeps_output: bool) -> Any:
     """Keep the named tensors, offload others to host; everything else is recomputed."""
+    saved = set(train.remat_save)
+    if attention_keeps_output:
+        saved.discard("attention_out")
     if train.remat_offload:
         names = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(train.remat_save),
+            names_which_can_be_saved=sorted(saved),
             names_which_can_be_offloaded=list(train.remat_offload),
             offload_src="device",
             offload_dst="pinned_host",
         )
     else:
-        names = policies.save_only_these_names(*train.remat_save)
+        names = policies.save_only_these_names(*saved)
     if "attention_out" not in train.remat_save:
         return names
 

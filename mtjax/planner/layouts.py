@@ -78,7 +78,8 @@ def sent_bytes(config: Config) -> float:
     tensor: four gathers and four scatters of the activations per block, recomputation apart
     (Korthikanti et al. 2022). expert: it splits other weights as fsdp does, and tokens go out and
     back twice (Lepikhin et al. 2020). data: one gather in two bytes, one scatter in four per step.
-    context: it splits weights as fsdp does, and exchanges keys and values, see `_exchanged_bytes`.
+    context: it splits weights as fsdp does, but experts as expert does; it exchanges keys and
+    values, see `_exchanged_bytes`, and sequences meet at experts as they do over tensor.
     pipeline: each pass of a chunk sends the residual stream on; it is summed over the stages behind
     the embedding and before the loss, and on the way back.
     """
@@ -88,15 +89,16 @@ def sent_bytes(config: Config) -> float:
     replicas = mesh.data * mesh.fsdp * mesh.context * mesh.expert
     tokens = train.batch_size * train.seq_len / replicas
     shards = mesh.fsdp * mesh.context * mesh.expert * mesh.tensor
-    experts_per_device = experts / (mesh.expert * mesh.tensor)
+    experts_per_device = experts / (mesh.expert * mesh.context * mesh.tensor)
 
     fsdp = _share(mesh.fsdp * mesh.context * mesh.expert) * (weights - experts) / mesh.tensor
     fsdp += _share(mesh.fsdp) * experts_per_device
     tensor = (
         _share(mesh.tensor) * 8 * 2 * model.num_layers * tokens * model.embed_dim / mesh.pipeline
     )
-    layers = sum(model.moe.has_experts(layer) for layer in range(model.num_layers))
+    layers = sum(model.moe.has_experts(layer) for layer in range(model.num_layers)) / mesh.pipeline
     moved = 4 * 2 * layers * tokens * model.moe.top_k * model.embed_dim / mesh.tensor
+    met = 4 * 2 * layers * tokens * model.embed_dim * (mesh.context - 1)
     pipeline = 0.0
     if mesh.pipeline > 1:
         passes = 2 * config.pipeline.chunks + 4 * 2 * _share(mesh.pipeline)
@@ -107,6 +109,7 @@ def sent_bytes(config: Config) -> float:
         + pipeline
         + _exchanged_bytes(config, tokens)
         + _share(mesh.expert * mesh.tensor) * moved
+        + met
         + _share(mesh.data) * (2 + 4) * weights / shards
     )
 

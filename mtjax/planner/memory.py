@@ -7,6 +7,7 @@ and the loss hold while they work is counted in whole arrays of our own step.
 
 from mtjax.config import Config
 from mtjax.config.model import ModelConfig
+from mtjax.config.moe import MoeConfig
 from mtjax.config.pipeline import layers_per_stage
 from mtjax.parallel.schedule import Schedule, make_schedule
 from mtjax.planning.flops import count_expert_params, count_params
@@ -131,12 +132,17 @@ def _exchanged_elements(config: Config) -> float:
 
 def _experts_elements(config: Config) -> float:
     """As the feed-forward part of `_block_bytes`, for the tokens that a device's experts take."""
-    model, mesh = config.model, config.mesh
-    moe, tokens = model.moe, _tokens(config)
-    factor = moe.capacity_factor if moe.dispatcher == "capacity" else 1.0
-    taken = tokens * moe.top_k * factor / mesh.tensor
-    # Of each taken token also the dispatched and the returned value, with their cotangents.
-    return taken * (5 * model.expert_dim + 4 * model.embed_dim) + 4 * tokens * model.embed_dim
+    model, mesh, tokens = config.model, config.mesh, _tokens(config)
+    taken = tokens * _taken_ratio(model.moe) / mesh.tensor
+    # Of each taken token also the dispatched and the returned value, with their cotangents. Whole
+    # sequences meet, as at the dense part.
+    gathered = 4 * tokens * mesh.context * model.embed_dim
+    return taken * (5 * model.expert_dim + 4 * model.embed_dim) + gathered
+
+
+def _taken_ratio(moe: MoeConfig) -> float:
+    """Rows in the experts' buffers by tokens."""
+    return moe.top_k * (moe.capacity_factor if moe.dispatcher == "capacity" else 1.0)
 
 
 def _gathered_elements(config: Config) -> float:
@@ -146,8 +152,8 @@ def _gathered_elements(config: Config) -> float:
     experts = count_expert_params(model) / layers
     dense = (count_params(model) - _table_params(model)) / layers - experts
     gathered = dense / mesh.tensor if mesh.fsdp * mesh.context * mesh.expert > 1 else 0.0
-    if mesh.fsdp * mesh.context > 1:
-        gathered += experts / (mesh.expert * mesh.tensor)
+    if mesh.fsdp > 1:
+        gathered += experts / (mesh.expert * mesh.context * mesh.tensor)
     return 2 * gathered
 
 

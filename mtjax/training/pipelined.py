@@ -5,8 +5,9 @@ From outside in: parameters seen by stage > region manual over data and pipeline
 gradients leave the region as partial sums and are reduced outside, once.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,22 @@ from jax.sharding import PartitionSpec as P
 from mtjax.config import Config
 from mtjax.layers.attention import BlockInputs
 from mtjax.layers.dropout import row_keys
-from mtjax.parallel.pipeline import Gradients, StagedModel, run_1f1b, run_forward
+from mtjax.parallel.pipeline import (
+    ChunkOutput,
+    Gradients,
+    Result,
+    StagedModel,
+    pick,
+    run_1f1b,
+    run_forward,
+)
 from mtjax.parallel.schedule import Schedule, make_schedule
 from mtjax.parallel.stack import Params, Scanned, embed_tokens, output_head, rope_angles, run_units
 from mtjax.parallel.stages import StageLayout, stack_stages, stage_layout, unstack_stages
-from mtjax.sharding import axis_size, is_boxed, storage_shardings
+from mtjax.sharding import axis_size, is_boxed, storage_shardings, sum_over_manual
+from mtjax.training import routers
 from mtjax.training.losses import LossSums, linear_cross_entropy, loss_config
+from mtjax.training.quantized import unsplit
 from mtjax.training.state import Setup
 
 _pin = jax.lax.with_sharding_constraint
@@ -38,7 +49,8 @@ def pipelined_sums(
     def run(model: StagedModel, blocks: Any, shared: Any, batch: Any, scale: Any) -> Any:
         return run_forward(model, _schedule(config), blocks, shared, batch), None
 
-    return _in_region(config, setup, mesh, params, batch, None, 1.0, run, with_gradients=False)[0]
+    extra = _StepWide(None, 1.0, None)
+    return _in_region(config, setup, mesh, params, batch, extra, run, with_gradients=False)[0].sums
 
 
 def pipelined_loss_and_gradients(
@@ -49,7 +61,8 @@ def pipelined_loss_and_gradients(
     batch: Any,
     key: jax.Array | None,
     scale: jax.Array | float,
-) -> tuple[LossSums, Params]:
+    router_scales: routers.RouterScales | None,
+) -> tuple[LossSums | routers.RoutedSums, Params]:
     """What `mtjax.training.step.loss_and_gradients` returns, by the schedule of the config."""
     schedule = _schedule(config)
 
@@ -58,17 +71,23 @@ def pipelined_loss_and_gradients(
         if config.pipeline.schedule != "gpipe":
             return run_1f1b(model, schedule, blocks, shared, batch, scale, active)
 
-        def scaled(trained: Gradients) -> tuple[jax.Array, LossSums]:
-            sums = run_forward(model, schedule, trained.blocks, trained.shared, batch)
-            return sums.total * scale, sums
+        def scaled(trained: Gradients) -> tuple[jax.Array, Result]:
+            result = run_forward(model, schedule, trained.blocks, trained.shared, batch)
+            return (result.sums.total + result.loss) * scale, result
 
-        gradients, sums = jax.grad(scaled, has_aux=True)(Gradients(blocks, shared))
-        return sums, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+        gradients, result = jax.grad(scaled, has_aux=True)(Gradients(blocks, shared))
+        return result, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
 
-    sums, gradients = _in_region(config, setup, mesh, params, batch, key, scale, run)
+    extra = _StepWide(key, jnp.asarray(scale, jnp.float32), router_scales)
+    result, gradients = _in_region(config, setup, mesh, params, batch, extra, run)
     stored = storage_shardings(setup.boxes, mesh)
     blocks = _from_stages(config, gradients.blocks, stored["blocks"]["group0"])
-    return sums, jax.tree.map(_pin, {**gradients.shared, "blocks": blocks}, stored)
+    gradients = jax.tree.map(_pin, {**gradients.shared, "blocks": blocks}, stored)
+    sums = result.sums
+    if router_scales is not None:
+        stats = unstack_stages(_layout(config), config.model, result.report)
+        sums = routers.RoutedSums(sums.total + result.loss, sums.cross_entropy, stats)
+    return sums, gradients
 
 
 def _schedule(config: Config) -> Schedule:
@@ -82,60 +101,86 @@ def _layout(config: Config) -> StageLayout:
     return stage_layout(config.model, config.pipeline, config.mesh.pipeline)
 
 
+class _StepWide(NamedTuple):
+    """What is the same for all microbatches and stages."""
+
+    key: Any
+    scale: Any
+    router_scales: Any
+
+
 def _in_region(
     config: Config,
     setup: Setup,
     mesh: Mesh,
     params: Params,
     batch: Any,
-    key: jax.Array | None,
-    scale: jax.Array | float,
-    run: Callable[..., tuple[LossSums, Gradients | None]],
+    extra: _StepWide,
+    run: Callable[..., tuple[Result, Gradients | None]],
     *,
     with_gradients: bool = True,
-) -> tuple[LossSums, Any]:
-    """`run` on each stage and data shard; its sums and gradients, each added up."""
+) -> tuple[Result, Any]:
+    """`run` on each stage and data shard; its result and gradients, each added up."""
     boxes = {name: setup.boxes[name] for name in ("embed", "head")}
     names = jax.tree.map(lambda box: box.names, boxes, is_leaf=is_boxed)
     split = jax.tree.map(lambda box: "vocab" in box.names, boxes, is_leaf=is_boxed)
     layout = _layout(config)
     at_rest = storage_shardings(setup.boxes, mesh, axes=("pipeline",))
 
-    def local(blocks: Any, shared: Any, batch: Any, key: Any, scale: Any) -> Any:
-        blocks = jax.tree.map(lambda leaf: leaf[:, 0], blocks)
-        model = _staged_model(config, layout, names, key)
-        sums, gradients = run(model, blocks, shared, _only_active(batch), scale)
+    def local(blocks: Any, shared: Any, batch: Any, extra: _StepWide) -> Any:
+        blocks, batch = jax.tree.map(lambda leaf: leaf[:, 0], blocks), _only_active(batch)
+        model = _staged_model(config, layout, names, extra)
+        if extra.router_scales is not None and _takes_loads_first(config):
+            loads = _loads(config, model, blocks, shared, batch)
+            model = _staged_model(config, layout, names, extra, loads)
+        result, gradients = run(model, blocks, shared, batch, extra.scale)
+        by_stage = functools.partial(jax.tree.map, lambda leaf: leaf[:, None])
+        result = result._replace(report=by_stage(result.report))
         if gradients is not None:
-            own = jax.tree.map(lambda leaf: leaf[:, None], gradients.blocks)
-            gradients = gradients._replace(blocks=own)
-        return jax.tree.map(lambda leaf: leaf[None], (sums, gradients))
+            gradients = gradients._replace(blocks=by_stage(gradients.blocks))
+        return jax.tree.map(lambda leaf: leaf[None], (result, gradients))
 
     data = "data" if axis_size("data") > 1 else None
     vocab = jax.tree.map(lambda s: P("pipeline") if s else P(), split)
     rows = jax.tree.map(lambda leaf: P(None, data) if leaf.ndim > 1 else P(), batch)
     results = jax.shard_map(
         local,
-        in_specs=(P(None, "pipeline"), vocab, rows, P(), P()),
-        out_specs=(P(data), _gradient_specs(data, split) if with_gradients else None),
+        in_specs=(P(None, "pipeline"), vocab, rows, P()),
+        out_specs=_partial_specs(data, split if with_gradients else None),
         axis_names={"pipeline"} | ({data} if data else set()),
         check_vma=False,
     )(
         _to_stages(layout, params["blocks"], at_rest["blocks"]["group0"]),
         {name: params[name] for name in boxes},
         batch,
-        key,
-        jnp.asarray(scale, jnp.float32),
+        extra,
     )
     return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), results)
 
 
-def _gradient_specs(data: str | None, split: Any) -> Gradients:
-    """How partial sums leave the region, with a leading dim for what is yet to be added up."""
-    parts = (data, "pipeline") if data else "pipeline"
-    return Gradients(
-        P(data, None, "pipeline"),
-        jax.tree.map(lambda s: P(data, "pipeline") if s else P(parts), split),
-    )
+def _partial_specs(data: str | None, split: Any) -> tuple[Result, Gradients | None]:
+    """How partial sums leave the region, with a leading dim for what is yet to be added up.
+
+    `split`: which shared leaves are split over the stages; None without gradients.
+    """
+    parts, by_stage = P((data, "pipeline") if data else "pipeline"), P(data, None, "pipeline")
+    result = Result(P(data), parts, by_stage)
+    if split is None:
+        return result, None
+    shared = jax.tree.map(lambda s: P(data, "pipeline") if s else parts, split)
+    return result, Gradients(by_stage, shared)
+
+
+def _takes_loads_first(config: Config) -> bool:
+    return config.model.moe.balance_scope == "global" and config.train.microbatches > 1
+
+
+def _loads(config: Config, model: StagedModel, blocks: Any, shared: Any, batch: Any) -> Any:
+    """Loads [V, U, E] of this stage's routers over the whole batch, by a pass without gradients."""
+    no_loss = model._replace(loss=lambda *_: LossSums(jnp.float32(0), jnp.float32(0)))
+    batch = batch._replace(active=None)
+    report = run_forward(no_loss, _schedule(config), blocks, shared, batch).report
+    return jax.tree.map(lambda load: sum_over_manual(load, "batch"), routers.loads(report))
 
 
 def _to_stages(layout: StageLayout, blocks: Any, at_rest: Any) -> Any:
@@ -145,10 +190,16 @@ def _to_stages(layout: StageLayout, blocks: Any, at_rest: Any) -> Any:
     layers are dealt out locally, then one all-to-all exchanges pieces for stages.
     """
 
-    def place(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-        return _pin(_pin(leaf, _stacked(sharding, False)), _stacked(sharding, True))
+    def place(sharding: NamedSharding, kernel: Any) -> Any:
+        """Of an array, or of all that makes up a quantised kernel."""
 
-    return jax.tree.map(place, stack_stages(layout, blocks), at_rest)
+        def one(leaf: jax.Array) -> jax.Array:
+            rest, stage = (unsplit(leaf, _stacked(sharding, moved)) for moved in (False, True))
+            return _pin(_pin(leaf, rest), stage)
+
+        return jax.tree.map(one, kernel)
+
+    return jax.tree.map(place, at_rest, stack_stages(layout, blocks))
 
 
 def _from_stages(config: Config, stages: Any, stored: Any) -> Any:
@@ -174,18 +225,18 @@ def _stacked(sharding: NamedSharding, at_stage: bool) -> NamedSharding:
 
 
 def _staged_model(
-    config: Config, layout: StageLayout, shared_names: Any, key: jax.Array | None
+    config: Config, layout: StageLayout, shared_names: Any, extra: _StepWide, loads: Any = None
 ) -> StagedModel:
-    """The parts of the model, for one stage."""
-    model, train = config.model, config.train
+    """The parts of the model, for one stage; `loads` as from `_loads`."""
+    model, train, key = config.model, config.train, extra.key
     # Tables are one stage's piece of the vocabulary; the loss knows the whole one.
     piece = model.with_vocab_shard(config.mesh.pipeline)
-    dropped = key is not None and (model.dropout > 0 or model.attention.dropout > 0)
+    random = max(model.dropout, model.attention.dropout, model.moe.router_noise) > 0
     units_VSU, real_VSUP = jnp.asarray(layout.index_VSU), jnp.asarray(layout.real_VSUP)
     stage = jax.lax.axis_index("pipeline")
 
     def keys(microbatch: Any) -> jax.Array | None:
-        return row_keys(key, microbatch.rows) if key is not None and dropped else None
+        return row_keys(key, microbatch.rows) if key is not None and random else None
 
     def embed(shared: Any, microbatch: Any) -> jax.Array:
         tokens, positions = microbatch.tokens, microbatch.positions
@@ -193,13 +244,15 @@ def _staged_model(
 
     def inputs(microbatch: Any) -> BlockInputs:
         angles = rope_angles(model, microbatch.positions)
-        return BlockInputs(angles, microbatch.segments, keys(microbatch))
+        return BlockInputs(angles, microbatch.segments, keys(microbatch), microbatch.counts)
 
-    def chunk(params: Any, x_BTD: jax.Array, inputs: BlockInputs, index: jax.Array) -> jax.Array:
+    def chunk(params: Any, x_BTD: jax.Array, inputs: BlockInputs, index: jax.Array) -> ChunkOutput:
         units_U = units_VSU[index, stage]
         real_UP = real_VSUP[index, stage] if layout.padded else None
-        scanned = Scanned(params, units_U, real_UP)
-        return run_units(layout.unit, train, scanned, x_BTD, inputs)[0]
+        own_loads = None if loads is None else pick(loads, index)
+        scanned = Scanned(params, units_U, real_UP, loads=own_loads)
+        x_BTD, (_, stats) = run_units(layout.unit, train, scanned, x_BTD, inputs)
+        return ChunkOutput(x_BTD, routers.router_loss(stats, extra.router_scales), stats)
 
     def loss(shared: Any, y_BTD: jax.Array, microbatch: Any) -> LossSums:
         h_BTD, table_VD = output_head(piece, shared, y_BTD)
@@ -210,8 +263,9 @@ def _staged_model(
 
 
 def _only_active(batch: Any) -> Any:
-    """The batch with zero weights in microbatches that hold no data."""
+    """The batch with nothing that counts in microbatches that hold no data."""
     if batch.active is None:
         return batch
     active = jnp.arange(batch.weights.shape[0])[:, None, None] < batch.active
-    return batch._replace(weights=jnp.where(active, batch.weights, 0.0))
+    counts = None if batch.counts is None else batch.counts & active
+    return batch._replace(weights=jnp.where(active, batch.weights, 0.0), counts=counts)

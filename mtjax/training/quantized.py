@@ -98,7 +98,7 @@ def _rounding(
             if scale is None:
                 values = values.astype(dtype)
             else:
-                scale = _pin(_pin(scale, _unsplit(scale, stored)), _unsplit(scale, used))
+                scale = _pin(_pin(scale, unsplit(scale, stored)), unsplit(scale, used))
             # Pinned on both sides, so that what moves are the rounded values.
             return Quantized(_pin(_pin(values, stored), used), scale)
 
@@ -110,8 +110,8 @@ def _rounding(
     return one
 
 
-def _unsplit(scale: Any, sharding: NamedSharding) -> NamedSharding:
-    """The sharding of a kernel without the dims in which its scale has size 1."""
-    entries = (*sharding.spec, *[None] * (scale.ndim - len(sharding.spec)))
-    kept = (e if size > 1 else None for e, size in zip(entries, scale.shape, strict=True))
+def unsplit(leaf: Any, sharding: NamedSharding) -> NamedSharding:
+    """The sharding of a kernel without the dims in which a leaf, such as its scale, has size 1."""
+    entries = (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
+    kept = (e if size > 1 else None for e, size in zip(entries, leaf.shape, strict=True))
     return NamedSharding(sharding.mesh, P(*kept))

@@ -76,13 +76,19 @@ def router_scales(moe: MoeConfig, size: BatchSize) -> RouterScales:
 
 def with_router_losses(sums: LossSums, stats: Any, scales: RouterScales | None) -> RoutedSums:
     """Add each layer's losses to the total; without scales, as in evaluation, none."""
-    total = sums.total
+    total = sums.total + router_loss(stats, scales)
+    return RoutedSums(total, sums.cross_entropy, jax.lax.stop_gradient(stats))
+
+
+def router_loss(stats: Any, scales: RouterScales | None) -> jax.Array:
+    """The losses of these layers, float32; 0 without scales."""
+    total = jnp.float32(0)
     if scales is not None:
         for layer in _layers(stats):
             total += scales.balance * jnp.sum(layer.balance)
             total += scales.device_balance * jnp.sum(layer.device_balance)
             total += scales.z * jnp.sum(layer.z)
-    return RoutedSums(total, sums.cross_entropy, jax.lax.stop_gradient(stats))
+    return total
 
 
 def zero_stats(model: ModelConfig) -> Any:

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mtjax.config import Config
+from mtjax.layers.context import token_order
 from mtjax.layers.dropout import row_keys
-from mtjax.layers.ring import zigzag_order
 from mtjax.parallel.stack import Extra, Params, run_model
 from mtjax.precision.product import carriers, with_carriers
 from mtjax.sharding import (
@@ -46,6 +46,7 @@ class StepInput(NamedTuple):
 
     `segments` is None where documents of a sequence see each other; `active` is the number of
     microbatches that hold data, None for all (a batch ramp makes it vary without recompiling).
+    `counts` is for the step itself, bool [M, B, T] of a model with experts; see `_with_counts`.
     """
 
     # Any: the same structure also holds partition specs and abstract arrays.
@@ -56,6 +57,7 @@ class StepInput(NamedTuple):
     segments: Any
     rows: Any
     active: Any
+    counts: Any = None
 
 
 def batch_specs(config: Config) -> StepInput:
@@ -127,10 +129,7 @@ def _hidden(
     model = config.model
     random = max(model.dropout, model.attention.dropout, model.moe.router_noise) > 0
     keys_B = row_keys(key, batch.rows) if key is not None and random else None
-    counts_BT = None
-    if model.moe.num_experts:
-        counts_BT = routers.counted(batch.weights, batch.segments)
-    extra = Extra(batch.segments, keys_B, counts_BT, loads)
+    extra = Extra(batch.segments, keys_B, batch.counts, loads)
     h_BTD, table_VD, _, stats = run_model(
         model, config.train, params, batch.tokens, batch.positions, extra
     )
@@ -156,16 +155,22 @@ def gather_params(config: Config, setup: Setup, mesh: Mesh, params: Params) -> P
     return computed
 
 
+def _with_counts(config: Config, batch: StepInput) -> StepInput:
+    """The batch with what experts take for padding, which depends on the order of the tokens."""
+    if not config.model.moe.num_experts:
+        return batch
+    return batch._replace(counts=routers.counted(batch.weights, batch.segments))
+
+
 def in_exchange_order(config: Config, batch: StepInput) -> StepInput:
     """The batch with the tokens of each row in the order that attention exchanges them in.
 
     Decided here, once per step, so that data and checkpoints know nothing of it. Everything that
     belongs to a token moves with it.
     """
-    size = axis_size("context")
-    if size == 1 or config.model.attention.exchange != "ring":
+    order_T = token_order(config.model, batch.tokens.shape[-1])
+    if order_T is None:
         return batch
-    order_T = zigzag_order(batch.tokens.shape[-1], size)
 
     def reorder(x_MBT: jax.Array | None) -> jax.Array | None:
         if x_MBT is None:
@@ -173,7 +178,7 @@ def in_exchange_order(config: Config, batch: StepInput) -> StepInput:
         # A few bytes per token: gathered whole, where indexing a split dim would be summed up.
         return shard(shard(x_MBT, None, "batch", None)[:, :, order_T], None, "batch", "seq")
 
-    names = ("tokens", "labels", "weights", "positions", "segments")
+    names = ("tokens", "labels", "weights", "positions", "segments", "counts")
     return batch._replace(**{name: reorder(getattr(batch, name)) for name in names})
 
 
@@ -192,14 +197,16 @@ def loss_and_gradients(
     so that half-precision cotangents stay in range. Gradients have the layout of the state.
     """
     computed = gather_params(config, setup, mesh, params)
-    batch = in_exchange_order(config, batch)
-    if axis_size("pipeline") > 1:
-        return pipelined_loss_and_gradients(config, setup, mesh, computed, batch, key, scale)
-    manual = axis_size("data") > 1
     scales = None
     if config.model.moe.num_experts:
         size = routers.batch_size(batch.weights, batch.segments, batch.active)
         scales = routers.router_scales(config.model.moe, size)
+    batch = in_exchange_order(config, _with_counts(config, batch))
+    if axis_size("pipeline") > 1:
+        return pipelined_loss_and_gradients(
+            config, setup, mesh, computed, batch, key, scale, scales
+        )
+    manual = axis_size("data") > 1
 
     def local(computed: Params, batch: StepInput, key: Any, scale: Any, scales: Any) -> Any:
         sums, gradients = _accumulate(config, computed, batch, key, scale, scales)
@@ -210,10 +217,10 @@ def loss_and_gradients(
     if not manual:
         sums, gradients = local(computed, batch, key, scale, scales)
     else:
-        batched = jax.tree.map(lambda s: _only_data(s), batch_specs(config))
+        rows = jax.tree.map(lambda leaf: P(None, "data") if leaf.ndim > 1 else P(), batch)
         sums, gradients = jax.shard_map(
             local,
-            in_specs=(P(), batched, P(), P(), P()),
+            in_specs=(P(), rows, P(), P(), P()),
             out_specs=P("data"),
             axis_names={"data"},
             check_vma=False,
@@ -229,7 +236,7 @@ def evaluation_loss(
 ) -> jax.Array:
     """Sum of the cross entropy over the whole batch, every microbatch of it, without dropout."""
     computed = gather_params(config, setup, mesh, params)
-    batch = in_exchange_order(config, batch._replace(active=None))
+    batch = in_exchange_order(config, _with_counts(config, batch._replace(active=None)))
     if axis_size("pipeline") > 1:
         return pipelined_sums(config, setup, mesh, computed, batch).cross_entropy
 
@@ -237,16 +244,6 @@ def evaluation_loss(
         return None, batch_loss(config, computed, microbatch, None).cross_entropy
 
     return jnp.sum(jax.lax.scan(one, None, batch)[1])
-
-
-def _only_data(partition: P) -> P:
-    """The part of a spec that concerns the manual axis."""
-
-    def keep(entry: Any) -> Any:
-        axes = (entry,) if isinstance(entry, str) else (entry or ())
-        return "data" if "data" in axes else None
-
-    return P(*(keep(entry) for entry in partition))
 
 
 def _accumulate(

@@ -58,8 +58,12 @@ def config(context=4, tensor=1, seq_len=64, model=(), **attention):
             r"model.dropout: got 0.1, expected 0 with the ring exchange.*; drop it or set",
         ),
         (
-            {"model": {"moe": MoeConfig(num_experts=4, top_k=2)}},
-            r"mesh.context: got 4, expected 1 for a model with experts",
+            {"model": {"moe": MoeConfig(num_experts=6, top_k=2)}},
+            r"num_experts: got 6, expected a multiple of mesh.expert x mesh.context x mesh.tensor",
+        ),
+        (
+            {"model": {"moe": MoeConfig(num_experts=4, router_noise=0.1)}},
+            r"model.moe.router_noise: got 0.1, expected 0 with the ring exchange.*; drop it or",
         ),
         (
             {"model": {"embed_dim": 272}, "context": 32, "exchange": "allgather"},

@@ -41,7 +41,7 @@ INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
         ),
         (
             {"windows": (64, 0), "model": {"num_layers": 6}},
-            r"model.num_layers: got 6, expected at least 4 repeats of the window pattern \(2",
+            r"model.num_layers: got 6, expected at least 4 repeats of the pattern of layers \(2",
         ),
         (
             {"train": {"microbatches": 2}, **INTERLEAVED},
@@ -61,7 +61,7 @@ INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
         ),
         (
             {"windows": (64, 0), "stage_layers": (1, 3, 2, 2)},
-            r"expected whole repeats of the window pattern \(2 layers\) on all stages but the last",
+            r"expected whole repeats of the pattern of layers \(2 layers\) on all stages but",
         ),
         (
             {"num_stages": 1, "schedule": "gpipe"},
@@ -74,6 +74,14 @@ INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
         (
             {"train": {"remat": "selective", "remat_offload": ("block_out",), "microbatches": 8}},
             r"train.remat_offload: got \('block_out',\), expected \(\) with a pipeline",
+        ),
+        (
+            {"model": {"moe": MoeConfig(num_experts=4, first_dense=1)}},
+            r"model.moe.first_dense: got 1, expected 0 in a pipeline.*; use mesh.expert",
+        ),
+        (
+            {"model": {"moe": MoeConfig(num_experts=4, every=2)}, "stage_layers": (1, 3, 2, 2)},
+            r"expected whole repeats of the pattern of layers \(2 layers\) on all stages but the",
         ),
     ],
 )
@@ -105,18 +113,13 @@ def test_pipeline_settings_that_contradict_each_other_are_refused(settings, mess
         {"schedule": "gpipe"},
         INTERLEAVED,
         {"windows": (64, 0), "model": {"num_layers": 7}},
+        {"model": {"moe": MoeConfig(num_experts=4), "num_layers": 5}},
+        {"windows": (64, 0), "model": {"moe": MoeConfig(num_experts=4, every=2)}},
         {"num_stages": -1, "schedule": "gpipe"},
     ],
 )
 def test_what_fits_is_taken(changes):
     validate(config(**changes))
-
-
-def test_experts_in_a_pipeline_are_refused():
-    base = config()
-    moe = MoeConfig(num_experts=4, top_k=2)
-    with pytest.raises(ValueError, match=r"mesh.pipeline: got 4, expected 1 for a model with exp"):
-        validate(dataclasses.replace(base, model=dataclasses.replace(base.model, moe=moe)))
 
 
 def test_a_layout_chooses_the_schedule_and_drops_it_where_there_is_no_pipeline():

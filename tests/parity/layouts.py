@@ -133,6 +133,11 @@ def place(config: Config, text: str):
 def first_gradients(config: Config, text: str):
     """Loss sums and gradients of the first step, on the host."""
     config, mesh, setup, state, batch = place(config, text)
+    return jax.device_get(compute_gradients(config, mesh, setup, state.params, batch))
+
+
+def compute_gradients(config: Config, mesh, setup, params, batch):
+    """Loss sums and gradients of the first step, on the mesh."""
 
     def run(params, batch):
         per_token = 1.0 / jnp.sum(batch.weights)
@@ -140,10 +145,8 @@ def first_gradients(config: Config, text: str):
         return loss_and_gradients(config, setup, mesh, params, batch, key, per_token)
 
     with jax.set_mesh(mesh):
-        lowered = jax.jit(run).lower(state.params, batch)
-        return jax.device_get(
-            lowered.compile(compiler_options=COMPILER_OPTIONS)(state.params, batch)
-        )
+        lowered = jax.jit(run).lower(params, batch)
+        return lowered.compile(compiler_options=COMPILER_OPTIONS)(params, batch)
 
 
 @functools.cache
