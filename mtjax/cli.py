@@ -60,6 +60,8 @@ class EvaluateCommand:
     config: Root
     split: SplitName = "valid"
     """Part of the data that is read."""
+    compare_precision: bool = False
+    """Also compare loss and gradients of one batch with those without quantised products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,7 @@ def _train(command: TrainCommand, origin: Origin) -> int:
 def _evaluate(command: EvaluateCommand, origin: Origin) -> int:
     from mtjax.training.commands import evaluate
 
-    return evaluate(command.config, command.split)
+    return evaluate(command.config, command.split, command.compare_precision)
 
 
 def _generate(command: GenerateCommand, origin: Origin) -> int:

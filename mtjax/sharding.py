@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtjax.config.mesh import AXES, MeshConfig
+from mtjax.config.precision import Role
 
 Names = tuple[str | None, ...]
 
@@ -73,6 +74,14 @@ def override_rules(**rules: tuple[str, ...]) -> Iterator[None]:
         _rules.reset(token)
 
 
+class Product(NamedTuple):
+    """How a kernel is used in a matrix product that may run in fewer bits."""
+
+    role: Role
+    num_in: int
+    """Dims that are summed over, the first ones behind layers and experts."""
+
+
 class Boxed(flax.struct.PyTreeNode, nn.meta.AxisMetadata):
     """A parameter with the logical names of its dims.
 
@@ -81,6 +90,8 @@ class Boxed(flax.struct.PyTreeNode, nn.meta.AxisMetadata):
 
     value: Any
     names: Names = flax.struct.field(pytree_node=False)
+    product: Product | None = flax.struct.field(pytree_node=False, default=None)
+    """None: always used in the compute dtype."""
 
     def unbox(self) -> Any:
         return self.value
@@ -219,17 +230,19 @@ def sum_and_scatter(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.psum(x_BTD, others) if others else x_BTD
 
 
-def sum_over_manual(x: jax.Array, name: str) -> jax.Array:
-    """Sum over the axes that split dims of this name and are manual here, such as data in the step.
+def manual_axes(name: str) -> tuple[str, ...]:
+    """Axes that split dims of this name and are manual here, such as data in the step.
 
-    Automatic axes need none: there the array is the global one. Not to be differentiated through.
+    What is reduced over all tokens needs them named; over automatic axes the array is the global
+    one.
     """
     types = dict(zip(*_axes_and_types(), strict=True))
-    axes = tuple(
-        axis
-        for axis in _rules.get()[name]
-        if types.get(axis) == AxisType.Manual and axis_size(axis) > 1
-    )
+    return tuple(axis for axis in all_mesh_axes(name) if types.get(axis) == AxisType.Manual)
+
+
+def sum_over_manual(x: jax.Array, name: str) -> jax.Array:
+    """Sum over the `manual_axes` of this name. Not to be differentiated through."""
+    axes = manual_axes(name)
     return jax.lax.psum(x, axes) if axes else x
 
 

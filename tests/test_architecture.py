@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "mtjax"
 
 # Each part may import those before it. Data, checkpoints, operation and planning stand beside the
 # model: they know configs, and nothing of layers.
-ORDER = ["config", "sharding", "layers", "models", "parallel"]
+ORDER = ["config", "sharding", "precision", "layers", "models", "parallel"]
 ALLOWED = {
     part: set(ORDER[: i + 1]) | ({"config"} if part != "config" else set())
     for i, part in enumerate(ORDER)

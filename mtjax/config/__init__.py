@@ -14,12 +14,13 @@ from mtjax.config.model import AttentionConfig, ModelConfig, RopeConfig
 from mtjax.config.moe import MoeConfig
 from mtjax.config.mtp import MtpConfig
 from mtjax.config.pipeline import PipelineConfig, PipelineSchedule, check_pipeline
+from mtjax.config.precision import QUANTIZED, ComputeDtype, Precision, QuantizeConfig
+from mtjax.config.precision import compute_dtype_name as _compute_dtype_name
 from mtjax.config.run import DistributedConfig, FaultConfig, MetricsConfig, RunConfig
 from mtjax.config.training import (
     BatchRampConfig,
     LossScaleConfig,
     OptimizerConfig,
-    Precision,
     ScheduleConfig,
     TrainConfig,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "MtpConfig",
     "OptimizerConfig",
     "PipelineConfig",
+    "QuantizeConfig",
     "RopeConfig",
     "RunConfig",
     "ScheduleConfig",
@@ -68,13 +70,27 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer and learning-rate schedule."""
     precision: Precision = "bf16"
-    """Compute dtype; master weights, gradients and optimizer state are float32 in each."""
+    """bf16, fp32, fp16: the compute dtype. fp8 (one scale per tensor), fp8_rowwise, fp8_block,
+    mxfp8, nvfp4, int8: the layers' matrix products on operands rounded to that, all else in bf16.
+    Master weights, gradients and optimizer state are float32 in each."""
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    """Which products are quantised, read when precision is of less than 16 bits."""
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """Dynamic loss scaling, read when precision is fp16."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When states are saved."""
     run: RunConfig = field(default_factory=RunConfig)
     """Folder, reporting, faults and processes of this run."""
+
+    @property
+    def compute_dtype(self) -> ComputeDtype:
+        """Dtype of activations, and of products that are not quantised."""
+        return _compute_dtype_name(self.precision, self.quantize)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the products of layers run on operands of less than 16 bits."""
+        return self.precision in QUANTIZED
 
 
 def on_layout(config: Config, layout: Layout) -> Config:
@@ -128,16 +144,52 @@ def validate(config: Config) -> Config:
         "set precision to fp16 or drop the loss_scale settings",
     )
     require(
-        model.attention.backend != "cudnn" or config.precision != "fp32",
+        model.attention.backend != "cudnn" or config.compute_dtype != "fp32",
         "model.attention.backend",
         "cudnn",
-        "xla or auto while precision is 'fp32'",
+        "xla or auto while activations are fp32",
         "cuDNN attention computes in bf16 and fp16",
     )
+    _check_quantization(config)
     _check_upcycling(config)
     _check_resizing(config)
     _check_mesh(config)
     return config
+
+
+def _check_quantization(config: Config) -> None:
+    quantize, moe = config.quantize, config.model.moe
+    if not config.quantized:
+        require(
+            quantize == QuantizeConfig(),
+            "quantize",
+            quantize,
+            f"the defaults while precision is {config.precision!r}, which quantises nothing",
+            f"set precision to one of {', '.join(QUANTIZED)} or drop the quantize settings",
+        )
+        return
+    kept = quantize.first_bf16_layers + quantize.last_bf16_layers
+    require(
+        kept < config.model.num_layers,
+        "quantize.first_bf16_layers",
+        kept,
+        f"with last_bf16_layers fewer than model.num_layers ({config.model.num_layers})",
+        "to quantise nothing, set precision to bf16",
+    )
+    require(
+        kept == 0 or config.mesh.pipeline == 1,
+        "quantize.first_bf16_layers",
+        kept,
+        "0 with a pipeline, whose stages run the same program",
+        "quantise all layers, or leave mesh.pipeline at 1",
+    )
+    require(
+        not moe.num_experts or moe.dispatcher == "capacity",
+        "model.moe.dispatcher",
+        moe.dispatcher,
+        f"capacity with precision {config.precision}",
+        "use it, or precision bf16",
+    )
 
 
 def _check_upcycling(config: Config) -> None:
@@ -279,7 +331,8 @@ def resolve_backends(config: Config, platform: str) -> Config:
         packed=config.data.separate_documents,
         exchange=attention.exchange if config.mesh.context != 1 else None,
     )
-    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[config.precision]
+    _check_formats(config, on_gpu)
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[config.compute_dtype]
     reason = unsupported("cudnn", call, config.model.head_dim, dtype)
     if attention.backend != "auto":
         require(
@@ -293,6 +346,22 @@ def resolve_backends(config: Config, platform: str) -> Config:
     cudnn = on_gpu and reason is None
     model = config.model.with_attention("cudnn" if cudnn else "xla")
     return dataclasses.replace(config, model=model)
+
+
+def _check_formats(config: Config, on_gpu: bool) -> None:
+    """Refuse formats whose products a GPU would compute in another one."""
+    advice = {
+        "fp8_block": "a kernel for products of 128-wide tiles, which mtjax does not have yet",
+        "mxfp8": "Blackwell tensor cores, for which mtjax has no product yet",
+        "nvfp4": "Blackwell tensor cores, for which mtjax has no product yet",
+    }
+    require(
+        not on_gpu or config.precision not in advice,
+        "precision",
+        config.precision,
+        f"another one on GPU: it takes {advice.get(config.precision)}; on CPU it is emulated",
+        "use fp8 or fp8_rowwise",
+    )
 
 
 def _check_expert_products(config: Config, on_gpu: bool) -> None:

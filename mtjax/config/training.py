@@ -7,7 +7,6 @@ from mtjax.config.check import config_class, require, require_defaults
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"]
-Precision = Literal["bf16", "fp32", "fp16"]
 
 SAVEABLE_TENSORS = (
     "qkv",
@@ -17,6 +16,7 @@ SAVEABLE_TENSORS = (
     "block_out",
     "expert_in",
     "expert_out",
+    "quantized",
 )
 """Names that a block gives to the tensors that remat=selective may keep."""
 

@@ -12,7 +12,7 @@ from mtjax.layers.attention_backends import AttentionCall, attend
 from mtjax.layers.context import attend_across
 from mtjax.layers.dropout import fold_rows
 from mtjax.layers.init import normal
-from mtjax.layers.linear import Linear, named
+from mtjax.layers.linear import Gathered, Linear, named
 from mtjax.layers.norm import RMSNorm
 from mtjax.layers.rope import apply_rope, product_factor
 from mtjax.sharding import all_mesh_axes, shard
@@ -64,7 +64,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, inputs: BlockInputs, cache: Cache | None
+        self, x_BTD: Gathered, inputs: BlockInputs, cache: Cache | None
     ) -> tuple[jax.Array, Cache | None]:
         config = self.model.attention
         q_BTNH = self._project("query", "heads", config.num_heads)(x_BTD)
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         offset = None
         if cache is not None:
             offset, cache = cache.length, cache.append(k_BSKH, v_BSKH)
-            k_BSKH, v_BSKH = (x.astype(x_BTD.dtype) for x in (cache.keys, cache.values))
+            k_BSKH, v_BSKH = (x.astype(q_BTNH.dtype) for x in (cache.keys, cache.values))
         sinks_N = self._sinks() if config.sinks else None
         operands = (q_BTNH, k_BSKH, v_BSKH, inputs, offset, sinks_N)
         return out_projection(self.model)(attend_heads(self.model, self.window, *operands)), cache
@@ -93,6 +93,7 @@ class Attention(nn.Module):
             (num_heads, self.model.head_dim),
             ("embed", heads_name, "head_dim"),
             self.model.init_std,
+            "qkv",
             use_bias=self.model.attention.qkv_bias,
             name=name,
         )
@@ -146,6 +147,7 @@ def out_projection(model: ModelConfig) -> Linear:
         (model.embed_dim,),
         ("heads", "head_dim", "embed"),
         model.init_std / (2 * model.num_layers) ** 0.5,
+        "attention_out",
         num_in=2,
         use_bias=model.attention.out_bias,
         name="out",

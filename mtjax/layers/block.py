@@ -9,12 +9,13 @@ from jax.ad_checkpoint import checkpoint_name
 from mtjax.config.model import ModelConfig
 from mtjax.layers.attention import Attention, BlockInputs, Cache
 from mtjax.layers.dropout import dropout, fold_rows
+from mtjax.layers.linear import Gathered
 from mtjax.layers.mla import LatentAttention
 from mtjax.layers.mlp import Mlp
 from mtjax.layers.moe import Moe
 from mtjax.layers.norm import make_norm
 from mtjax.layers.router import RouterStats
-from mtjax.sharding import reshard, shard
+from mtjax.sharding import shard
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class DecoderBlock(nn.Module):
             a_BTD, cache = latent(h_BTD, inputs, cache)
         else:
             attention = Attention(model, self.spec.window, name="attention")
-            a_BTD, cache = attention(gather_sequence(h_BTD), inputs, cache)
+            a_BTD, cache = attention(Gathered(h_BTD), inputs, cache)
         a_BTD = self._leave_branch(a_BTD, "attention_post_norm", 1, inputs.keys)
         residual_BTD = x_BTD if model.parallel_residual else x_BTD + a_BTD
         h_BTD = make_norm(model, "mlp_norm")(residual_BTD)
@@ -58,7 +59,7 @@ class DecoderBlock(nn.Module):
             moe = Moe(model, name="moe")
             m_BTD, stats = moe(h_BTD, inputs.counts, inputs.load, inputs.keys)
         else:
-            m_BTD = Mlp(model, name="mlp")(gather_sequence(h_BTD))
+            m_BTD = Mlp(model, name="mlp")(Gathered(h_BTD))
         m_BTD = self._leave_branch(m_BTD, "mlp_post_norm", 2, inputs.keys)
         out_BTD = residual_BTD + m_BTD
         return (out_BTD + a_BTD if model.parallel_residual else out_BTD), cache, stats
@@ -73,8 +74,3 @@ class DecoderBlock(nn.Module):
         if keys_B is None or model.dropout == 0:
             return y_BTD
         return dropout(y_BTD, model.dropout, fold_rows(keys_B, site), *names)
-
-
-def gather_sequence(x_BTD: jax.Array) -> jax.Array:
-    """All-gather the sequence over tensor before a projection (Korthikanti et al. 2022)."""
-    return reshard(x_BTD, ("batch", "seq_sp", None), ("batch", "seq", None))

@@ -22,6 +22,14 @@ from jax.ad_checkpoint import checkpoint_name
 from mtjax.config.model import ModelConfig
 from mtjax.config.moe import MoeConfig
 from mtjax.layers.context import token_order
+from mtjax.layers.expert_products import (
+    by_token,
+    expert_product,
+    held,
+    hold,
+    num_experts,
+    round_tokens,
+)
 from mtjax.layers.mlp import activate
 from mtjax.layers.router import Routing
 from mtjax.sharding import local_map, mesh_axes, reshard
@@ -36,9 +44,9 @@ KERNEL_NAMES = {
 }
 """Logical names of the kernels and biases of all experts."""
 
-Kernels = dict[str, jax.Array]
-"""gate (gated activations), up [E, D, F] and down [E, F, D]; with biases also gate_bias, up_bias
-[E, F] and down_bias [E, D]."""
+Kernels = dict[str, Any]
+"""gate (gated activations), up [E, D, F] and down [E, F, D], arrays or QuantizedKernels; with
+biases also gate_bias, up_bias [E, F] and down_bias [E, D]."""
 
 
 class _Call(NamedTuple):
@@ -72,26 +80,26 @@ def run_experts(
     )
     assert call.gather in ((), call.share), "sequences and experts are split over other axes"
     split, whole = ("batch", "seq_sp", None), ("batch", None, None)
-    names = list(kernels)
-    held = [("experts",) + (None,) * (kernels[name].ndim - 1) for name in names]
-    pinned = [
-        reshard(kernels[name], KERNEL_NAMES[name], target)
-        for name, target in zip(names, held, strict=True)
-    ]
+    x = round_tokens(x_BTD, kernels["up"])
+    operands, tree = jax.tree.flatten((x, {n: hold(kernels[n], KERNEL_NAMES[n]) for n in kernels}))
+    num_x = len(jax.tree.leaves(x))
+    tokens = [split if leaf.shape[:-1] == x_BTD.shape[:-1] else () for leaf in operands[:num_x]]
+    in_names = (whole, whole, *tokens, *[held(leaf) for leaf in operands[num_x:]])
 
-    def local(x_BTD, experts_BTK, weights_BTK, *blocks):
-        return _local(call, x_BTD, experts_BTK, weights_BTK, dict(zip(names, blocks, strict=True)))
+    def local(experts_BTK, weights_BTK, *operands):
+        x, kernels = jax.tree.unflatten(tree, operands)
+        return _local(call, x, experts_BTK, weights_BTK, kernels)
 
     experts_BTK, weights_BTK = (reshard(a, split, whole) for a in routing)
-    in_names = (split, whole, whole, *held)
-    return local_map(local, in_names, split)(x_BTD, experts_BTK, weights_BTK, *pinned)
+    return local_map(local, in_names, split)(experts_BTK, weights_BTK, *operands)
 
 
 def _local(call: _Call, x_BTD, experts_BTK, weights_BTK, kernels: Kernels) -> jax.Array:
     """Tokens held here; T is the whole sequence but for `x_BTD`, which is gathered first."""
     if call.gather:
-        x_BTD = jax.lax.all_gather(x_BTD, call.gather, axis=1, tiled=True)
-    num_held = kernels["up"].shape[0]
+        gather = partial(jax.lax.all_gather, axis_name=call.gather, axis=1, tiled=True)
+        x_BTD = by_token(gather, x_BTD)
+    num_held = num_experts(kernels)
     num_peers, num_shares = (_size(a) for a in (call.exchange, call.share))
     # Expert e lives on the device (peer, share) with e // L = peer * num_shares + share.
     peer, share = jnp.divmod(experts_BTK // num_held, num_shares)
@@ -181,9 +189,9 @@ def _combine(rows_PD: jax.Array, weights_BTK: jax.Array) -> jax.Array:
 
 def _capacity(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> jax.Array:
     """Buffers of fixed size, one per sequence and expert (Lepikhin et al. 2020, GShard)."""
-    B, T, D = x_BTD.shape
-    K, P, C = served_BTK.shape[2], T * served_BTK.shape[2], call.moe.capacity(T)
-    num = _size(call.exchange) * kernels["up"].shape[0]
+    B, T, K = served_BTK.shape
+    P, C = T * K, call.moe.capacity(T)
+    num = _size(call.exchange) * num_experts(kernels)
     served_BP = served_BTK.reshape(B, P)
     urgency_BP = jnp.zeros((B, P), jnp.float32)
     if call.moe.drop_policy == "probability":
@@ -195,21 +203,21 @@ def _capacity(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> 
     slot_BP = (served_BP * B + jnp.arange(B)[:, None]) * C + place_BP
     slot = jnp.where(fits, slot_BP, num * B * C).reshape(-1)
     pair = _invert(slot, num * B * C)
-    x = take_rows(x_BTD.reshape(B * T, D), pair // K, slot.reshape(B * T, K))
-    x_JCD = x.reshape(num, B * C, D)
-    if call.exchange:
-        x_JCD = jax.lax.all_to_all(x_JCD, call.exchange, 0, 1, tiled=True)
-    x_JCD = checkpoint_name(x_JCD, "expert_in")
-    y_JCD = call.ffn(_batched_product, x_JCD, kernels)
+
+    def to_experts(x_BTD: jax.Array) -> jax.Array:
+        x = take_rows(x_BTD.reshape(B * T, -1), pair // K, slot.reshape(B * T, K))
+        x_JCD = x.reshape(num, B * C, -1)
+        if call.exchange:
+            x_JCD = jax.lax.all_to_all(x_JCD, call.exchange, 0, 1, tiled=True)
+        return checkpoint_name(x_JCD, "expert_in")
+
+    y_JCD = call.ffn(
+        partial(expert_product, call.exchange, C), by_token(to_experts, x_BTD), kernels
+    )
     if call.exchange:
         y_JCD = jax.lax.all_to_all(y_JCD, call.exchange, 1, 0, tiled=True)
-    y = checkpoint_name(y_JCD, "expert_out").reshape(num * B * C, D)
+    y = checkpoint_name(y_JCD, "expert_out").reshape(num * B * C, -1)
     return _combine(take_rows(y, slot, pair[:, None]), weights_BTK)
-
-
-def _batched_product(x_ECD: jax.Array, kernel_EDF: jax.Array, bias_EF) -> jax.Array:
-    y_ECF = jnp.einsum("ECD,EDF->ECF", x_ECD, kernel_EDF)
-    return y_ECF if bias_EF is None else y_ECF + bias_EF[:, None]
 
 
 def _dropless(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> jax.Array:

@@ -1,19 +1,83 @@
 """Parameters with logical names, and the linear projection."""
 
+import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from mtjax.config.precision import Role
 from mtjax.layers.init import normal
-from mtjax.sharding import Boxed, Names
+from mtjax.precision.product import (
+    Operand,
+    Placement,
+    QuantizedKernel,
+    product,
+    round_activation,
+)
+from mtjax.precision.recipe import Recipe
+from mtjax.sharding import (
+    Boxed,
+    Names,
+    Product,
+    axis_size,
+    manual_axes,
+    mesh_axes,
+    reshard,
+    shard,
+)
+
+_SPLIT, _WHOLE = ("batch", "seq_sp", None), ("batch", "seq", None)
 
 
-def named(init: Callable[..., jax.Array], names: Names) -> Callable[..., Any]:
-    """Initializer whose result carries the logical names of its dims, until Linen unboxes it."""
-    return lambda key, shape, dtype: Boxed(init(key, shape, dtype), names)
+def named(
+    init: Callable[..., jax.Array], names: Names, use: Product | None = None
+) -> Callable[..., Any]:
+    """Initializer whose result carries the logical names of its dims, and how it is used in a
+    product that may be quantised, until Linen unboxes it."""
+    return lambda key, shape, dtype: Boxed(init(key, shape, dtype), names, use)
+
+
+class Gathered:
+    """Input of several projections, split over the sequence, which each needs whole.
+
+    Gathered in the format that they multiply it in (all-gather over tensor, Korthikanti et al.
+    2022), once for all of them.
+    """
+
+    def __init__(self, x_BTD: jax.Array) -> None:
+        self.split = x_BTD
+        self._rounded: dict[Recipe, Operand] = {}
+
+    @cached_property
+    def whole(self) -> jax.Array:
+        """In the dtype that it came in."""
+        return reshard(self.split, _SPLIT, _WHOLE)
+
+    def rounded(self, recipe: Recipe) -> Operand:
+        """As operand of quantised products."""
+        if recipe not in self._rounded:
+            x = round_activation(recipe, shard(self.split, *_SPLIT), 1, placement())
+            forward, backward = jax.tree.map(self._gather, (x.forward, x.backward))
+            # Each device adds up its parts of the gradient from all projections, which then are
+            # summed and scattered once: in the carrier they are apart.
+            parts = (math.prod(axis_size(axis) for axis in mesh_axes("act_ffn")), *x.carrier.shape)
+            carrier = shard(jnp.broadcast_to(self.whole, parts), "act_ffn", *_WHOLE)
+            self._rounded[recipe] = Operand(carrier, forward, backward)
+        return self._rounded[recipe]
+
+    def _gather(self, leaf: jax.Array) -> jax.Array:
+        """Of values and row scales; one scale for the tensor is everywhere."""
+        return leaf if leaf.size == 1 else reshard(leaf, _SPLIT, _WHOLE)
+
+
+def placement(names: Names | None = None) -> Placement:
+    """Placement of a projection whose kernel has these logical dims, outside of manual islands."""
+    axes = manual_axes("batch")
+    return Placement(axes, axes, names, split_gradient=names is not None and names[-1] == "embed")
 
 
 class Linear(nn.Module):
@@ -22,26 +86,28 @@ class Linear(nn.Module):
     Attributes:
         out_shape: sizes of the output dims.
         names: logical names of the kernel, input dims first.
+        role: what the projection is for; None: never quantised.
         std: standard deviation of the initial kernel.
     """
 
     out_shape: tuple[int, ...]
     names: Names
     std: float
+    role: Role | None = None
     num_in: int = 1
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        in_shape = x.shape[x.ndim - self.num_in :]
+    def __call__(self, x: jax.Array | Gathered) -> jax.Array:
+        shape = x.split.shape if isinstance(x, Gathered) else x.shape
+        use = None if self.role is None else Product(self.role, self.num_in)
         kernel = self.param(
             "kernel",
-            named(normal(self.std), self.names),
-            in_shape + self.out_shape,
+            named(normal(self.std), self.names, use),
+            shape[len(shape) - self.num_in :] + self.out_shape,
             jnp.float32,
         )
-        contract = (tuple(range(x.ndim - self.num_in, x.ndim)), tuple(range(self.num_in)))
-        y = jax.lax.dot_general(x, kernel.astype(x.dtype), (contract, ((), ())))
+        y = self._multiply(x, kernel)
         if not self.use_bias:
             return y
         bias = self.param(
@@ -50,4 +116,15 @@ class Linear(nn.Module):
             self.out_shape,
             jnp.float32,
         )
-        return y + bias.astype(x.dtype)
+        return y + bias.astype(y.dtype)
+
+    def _multiply(self, x: jax.Array | Gathered, kernel: Any) -> jax.Array:
+        if isinstance(kernel, QuantizedKernel):
+            place = placement(self.names)
+            if isinstance(x, Gathered):
+                return product(x.rounded(kernel.recipe), kernel, place)
+            rounded = round_activation(kernel.recipe, x, self.num_in, place)
+            return product(rounded, kernel, place, self.num_in)
+        x = x.whole if isinstance(x, Gathered) else x
+        contract = (tuple(range(x.ndim - self.num_in, x.ndim)), tuple(range(self.num_in)))
+        return jax.lax.dot_general(x, kernel.astype(x.dtype), (contract, ((), ())))

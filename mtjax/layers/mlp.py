@@ -6,7 +6,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.config.model import ModelConfig
-from mtjax.layers.linear import Linear
+from mtjax.layers.linear import Gathered, Linear
 from mtjax.sharding import shard
 
 ACTIVATIONS = {
@@ -37,7 +37,7 @@ class Mlp(nn.Module):
     model: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array | Gathered) -> jax.Array:
         model = self.model
         up_BTF = self._project_in("up")(x_BTD)
         gate_BTF = self._project_in("gate")(x_BTD) if model.gated else None
@@ -46,6 +46,7 @@ class Mlp(nn.Module):
             (model.embed_dim,),
             ("ffn", "embed"),
             model.init_std / (2 * model.num_layers) ** 0.5,
+            "ffn_out",
             use_bias=model.mlp_bias,
             name="down",
         )
@@ -54,6 +55,11 @@ class Mlp(nn.Module):
     def _project_in(self, name: str):
         model = self.model
         linear = Linear(
-            (model.ffn_dim,), ("embed", "ffn"), model.init_std, use_bias=model.mlp_bias, name=name
+            (model.ffn_dim,),
+            ("embed", "ffn"),
+            model.init_std,
+            "ffn_in",
+            use_bias=model.mlp_bias,
+            name=name,
         )
         return lambda x: checkpoint_name(shard(linear(x), "batch", "seq", "act_ffn"), "ffn_in")

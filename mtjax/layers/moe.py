@@ -11,12 +11,13 @@ from mtjax.config.model import ModelConfig
 from mtjax.config.moe import MoeConfig
 from mtjax.layers.dispatch import KERNEL_NAMES, Kernels, run_experts
 from mtjax.layers.init import normal
-from mtjax.layers.linear import Linear, named
+from mtjax.layers.linear import Gathered, Linear, named
 from mtjax.layers.mlp import Mlp
 from mtjax.layers.router import Router, RouterStats
-from mtjax.sharding import reshard, shard
+from mtjax.precision.product import QuantizedKernel
+from mtjax.sharding import Product, shard
 
-_SPLIT, _WHOLE = ("batch", "seq_sp", None), ("batch", "seq", None)
+_SPLIT = ("batch", "seq_sp", None)
 
 
 class Moe(nn.Module):
@@ -51,7 +52,7 @@ class Moe(nn.Module):
         return y_BTD, stats
 
     def _kernels(self, dtype: jnp.dtype) -> Kernels:
-        """Kernels and biases of all experts, in the compute dtype."""
+        """Kernels, in the compute dtype or quantised, and biases of all experts."""
         model = self.model
         E, D, F = model.moe.num_experts, model.embed_dim, model.expert_dim
         inner = normal(model.init_std)
@@ -65,18 +66,19 @@ class Moe(nn.Module):
         if model.mlp_bias:
             zeros = nn.initializers.zeros
             leaves |= {f"{name}_bias": ((E, s[-1]), zeros) for name, (s, _) in leaves.items()}
-        return {
-            name: self.param(name, named(init, KERNEL_NAMES[name]), shape, jnp.float32).astype(
-                dtype
-            )
-            for name, (shape, init) in leaves.items()
-        }
+        kernels = {}
+        for name, (shape, init) in leaves.items():
+            use = Product("ffn_out" if name == "down" else "ffn_in", 1) if len(shape) > 2 else None
+            kernel = self.param(name, named(init, KERNEL_NAMES[name], use), shape, jnp.float32)
+            quantized = isinstance(kernel, QuantizedKernel)
+            kernels[name] = kernel if quantized else kernel.astype(dtype)
+        return kernels
 
     def _shared(self, x_BTD: jax.Array) -> jax.Array:
         """What the expert that sees every token gives, scaled by its gate if it has one."""
         model = self.model
         dense = dataclasses.replace(model, ffn_dim=model.moe.shared_ffn_dim, moe=MoeConfig())
-        y_BTD = shard(Mlp(dense, name="shared")(reshard(x_BTD, _SPLIT, _WHOLE)), *_SPLIT)
+        y_BTD = shard(Mlp(dense, name="shared")(Gathered(x_BTD)), *_SPLIT)
         if not model.moe.shared_gate:
             return y_BTD
         gate = Linear((1,), ("embed", None), model.init_std, name="shared_gate")

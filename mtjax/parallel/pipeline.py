@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtjax.parallel.schedule import IDLE, Pass, Phase, Schedule
+from mtjax.precision.product import carriers, with_carriers
 from mtjax.sharding import axis_size, local_map, shard
 
 AXIS = "pipeline"
@@ -310,7 +311,7 @@ class _Executor(_Ticks):
             x_BTD,
             [jnp.zeros((slots, *a.shape), a.dtype) for a in saved],
             result,
-            Gradients(_zeros(self.blocks, jnp.float32), _zeros(self.shared, jnp.float32)),
+            Gradients(_zeros(carriers(self.blocks), jnp.float32), _zeros(self.shared, jnp.float32)),
         )
 
     def tick(self, phase: Phase, t: jax.Array, carry: _Carry) -> _Carry:
@@ -403,11 +404,12 @@ class _Executor(_Ticks):
         """Output of a chunk, and what its backward pass needs beside what is known."""
         params, inputs = self.known(chunk, microbatch)
 
-        def run(params: Any, x_BTD: jax.Array) -> Any:
-            out = self.model.chunk(params, x_BTD, inputs, jnp.maximum(chunk, 0))
+        def run(trained: Any, x_BTD: jax.Array) -> Any:
+            own = with_carriers(params, trained)
+            out = self.model.chunk(own, x_BTD, inputs, jnp.maximum(chunk, 0))
             return (out.y_BTD, out.loss), out.report
 
-        (y_BTD, loss), vjp, report = jax.vjp(run, params, x_BTD, has_aux=True)
+        (y_BTD, loss), vjp, report = jax.vjp(run, carriers(params), x_BTD, has_aux=True)
         leaves, self._tree = jax.tree.flatten(vjp)
         known = jax.tree.leaves((params, inputs))
         self._sources = [

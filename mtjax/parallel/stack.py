@@ -130,7 +130,7 @@ def run_model(
             caches=None if caches is None else caches[name],
             loads=None if extra.loads is None else extra.loads[name],
         )
-        x_BTD, (new_caches[name], stats[name]) = run_units(group, train, scanned, x_BTD, inputs)
+        x_BTD, (new_caches[name], stats[name]) = _run_group(group, train, scanned, x_BTD, inputs)
     h_BTD, table_VD = output_head(model, params, x_BTD)
     return h_BTD, table_VD, (None if caches is None else new_caches), stats
 
@@ -228,6 +228,23 @@ class Scanned(NamedTuple):
     """[U, P]; where False, the block at that place of the pattern is the identity."""
     caches: Any = None
     loads: Any = None
+
+
+def _run_group(
+    group: BlockGroup, train: TrainConfig, scanned: Scanned, x_BTD: jax.Array, inputs: BlockInputs
+) -> tuple[jax.Array, Any]:
+    """`run_units` on all repeats of a group, whose parameters may be a tuple of segments."""
+    if not isinstance(scanned.params, tuple):
+        return run_units(group, train, scanned, x_BTD, inputs)
+    outs, begin = [], 0
+    for params in scanned.params:
+        end = begin + len(jax.tree.leaves(params)[0])
+        others = jax.tree.map(lambda a: a[begin:end], scanned._replace(params=None))  # noqa: B023
+        segment = others._replace(params=params)
+        x_BTD, out = run_units(group, train, segment, x_BTD, inputs)
+        outs.append(out)
+        begin = end
+    return x_BTD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)
 
 
 def run_units(

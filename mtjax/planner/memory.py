@@ -21,7 +21,7 @@ def estimate_memory(config: Config) -> dict[str, float]:
     mesh = config.mesh
     shards = mesh.fsdp * mesh.pipeline * mesh.context * mesh.expert * mesh.tensor
     local = padded_params(config.model) / shards
-    compute = _COMPUTE_BYTES[config.precision]
+    compute = _COMPUTE_BYTES[config.compute_dtype]
     stored = 4 + _MOMENT_BYTES[config.optimizer.name]
     blocks = local - _table_params(config.model) / shards
     return {
@@ -96,13 +96,13 @@ def _saved_bytes(config: Config) -> float:
         # Nothing is recomputed: also the inputs of all four products, gathered.
         kept = sum(sizes.values()) + model.ffn_dim + 2 * model.embed_dim * tensor
     per_token = (model.embed_dim + kept) / tensor
-    return _tokens(config) * per_token * _COMPUTE_BYTES[config.precision]
+    return _tokens(config) * per_token * _COMPUTE_BYTES[config.compute_dtype]
 
 
 def _block_bytes(config: Config) -> float:
     """A block's backward pass, beside the float32 gradient of the output table that waits."""
     model, mesh = config.model, config.mesh
-    tokens, compute = _tokens(config), _COMPUTE_BYTES[config.precision]
+    tokens, compute = _tokens(config), _COMPUTE_BYTES[config.compute_dtype]
     heads = _projected_width(model)
     # Gate, up, their product and two cotangents; block input, normed input and two cotangents.
     mlp = tokens * (5 * model.ffn_dim / mesh.tensor + 4 * model.embed_dim)
@@ -129,7 +129,7 @@ def _score_bytes(config: Config) -> float:
     if attention.exchange == "ring":
         keys //= mesh.context
     pairs = _tokens(config) * keys * attention.num_heads / mesh.tensor
-    return 2 * (4 + _COMPUTE_BYTES[config.precision]) * pairs
+    return 2 * (4 + _COMPUTE_BYTES[config.compute_dtype]) * pairs
 
 
 def _projected_width(model: ModelConfig) -> int:
@@ -183,7 +183,7 @@ def _gathered_elements(config: Config) -> float:
 def _loss_bytes(config: Config) -> float:
     """The loss: table and its float32 gradient, one chunk of logits twice, two hidden states."""
     model, train, mesh = config.model, config.train, config.mesh
-    tokens, compute = _tokens(config), _COMPUTE_BYTES[config.precision]
+    tokens, compute = _tokens(config), _COMPUTE_BYTES[config.compute_dtype]
     local = train.seq_len / mesh.context
     chunk = tokens / local * min(train.loss_chunk, local)
     vocab = model.padded_vocab_size / mesh.tensor / mesh.pipeline

@@ -92,7 +92,7 @@ def build_step(config: Config, devices: Target | int) -> StepProgram:
         jaxpr = step.fn.trace(*step.args).jaxpr
         rows = _param_rows(setup.boxes, mesh)
     params_per_device = sum(row.per_device for row in rows)
-    compute_dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
+    compute_dtype = jnp.dtype(COMPUTE_DTYPES[config.compute_dtype])
     return StepProgram(
         config=config,
         program=compile_for(mesh, step.fn, *step.args),

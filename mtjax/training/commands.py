@@ -18,14 +18,20 @@ from mtjax.operation.distributed import ending_together, initialize, is_main_pro
 from mtjax.operation.progress import printable
 from mtjax.parallel.stack import Params
 from mtjax.sharding import compute_dtypes
+from mtjax.training.compare import check_comparable, compare_precision
 from mtjax.training.evaluate import Evaluator
 from mtjax.training.loop import prepare_mesh
 from mtjax.training.state import make_setup
 from mtjax.training.step import COMPUTE_DTYPES
 
 
-def evaluate(config: Config, split: SplitName) -> int:
-    """Print the metrics of a checkpoint on a split; returns the exit code."""
+def evaluate(config: Config, split: SplitName, compare: bool = False) -> int:
+    """Print the metrics of a checkpoint on a split; returns the exit code.
+
+    `compare`: and how loss and gradients differ from those without quantised products.
+    """
+    if compare:
+        check_comparable(config)
     initialize(config.run.distributed)
     with ending_together():
         checkpointer, step = _open(config, "evaluate")
@@ -37,6 +43,10 @@ def evaluate(config: Config, split: SplitName) -> int:
             print(f"checkpoint of step {step}, {split} split")
             for name, value in metrics.items():
                 print(f"  {name}  {value:.6g}")
+        if compare:
+            table = compare_precision(resolved, mesh, setup, params, split)
+            if is_main_process():
+                print(f"first batch, the same in both\n{table}")
     return 0
 
 
@@ -99,7 +109,7 @@ def _open(config: Config, command: str) -> tuple[Checkpointer, int]:
 def _compute_params(config: Config, mesh: Mesh, checkpointer: Checkpointer, step: int) -> Params:
     """Parameters in the compute dtype, where decoding uses them."""
     setup = make_setup(config, mesh)
-    dtypes = compute_dtypes(setup.boxes, COMPUTE_DTYPES[config.precision])
+    dtypes = compute_dtypes(setup.boxes, COMPUTE_DTYPES[config.compute_dtype])
     shardings = decoding_shardings(config.model, setup.boxes, mesh)
     abstract = jax.tree.map(
         lambda leaf, dtype, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),

@@ -356,7 +356,7 @@ class Meter:
     def __init__(self, trainer: Trainer, compile_s: float) -> None:
         device = trainer.mesh.devices.flat[0]
         self._devices = trainer.mesh.size
-        dtype = jnp.dtype(COMPUTE_DTYPES[trainer.config.precision])
+        dtype = jnp.dtype(COMPUTE_DTYPES[trainer.config.compute_dtype])
         self._peak = peak_flops(device.device_kind, dtype.name)
         self._flops_per_token = trainer.step_flops
         self._compile_s: float | None = compile_s

@@ -127,7 +127,7 @@ def _relative(expected: list[float], got: list[float]) -> float:
 
 def parity(config: Config, layouts: Sequence[Layout], steps: int, tolerance: float | None) -> int:
     """Print a table of differences to one device; returns 1 if one is above the tolerance."""
-    limit = TOLERANCES[config.precision] if tolerance is None else tolerance
+    limit = TOLERANCES[config.compute_dtype] if tolerance is None else tolerance
     base = on_layout(config, Layout("one device", MeshConfig(), None, None, None))
     others = [checked_layout(config, layout) for layout in layouts]
     # What is wrong with a layout is said before the reference takes its time.
@@ -143,7 +143,7 @@ def parity(config: Config, layouts: Sequence[Layout], steps: int, tolerance: flo
         found = compare(
             reference,
             run_layout(other, layout.num_devices, steps),
-            _ZERO_RATIO[config.precision],
+            _ZERO_RATIO[config.compute_dtype],
         )
         ok = found.params_equal and max(found.loss, found.grad_norm, found.gradient) <= limit
         failed += not ok

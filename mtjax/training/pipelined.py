@@ -38,6 +38,7 @@ from mtjax.parallel.stages import (
 from mtjax.sharding import axis_size, is_boxed, storage_shardings, sum_over_manual
 from mtjax.training import routers
 from mtjax.training.losses import LossSums, linear_cross_entropy, loss_config
+from mtjax.training.quantized import unsplit
 from mtjax.training.state import Setup
 
 _pin = jax.lax.with_sharding_constraint
@@ -201,10 +202,16 @@ def _to_stages(layout: StageLayout, blocks: Any, at_rest: Any) -> Any:
     layers are dealt out locally, then one all-to-all exchanges pieces for stages.
     """
 
-    def place(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-        return _pin(_pin(leaf, _stacked(sharding, False)), _stacked(sharding, True))
+    def place(sharding: NamedSharding, kernel: Any) -> Any:
+        """Of an array, or of all that makes up a quantised kernel."""
 
-    return jax.tree.map(place, stack_stages(layout, blocks), at_rest)
+        def one(leaf: jax.Array) -> jax.Array:
+            rest, stage = (unsplit(leaf, _stacked(sharding, moved)) for moved in (False, True))
+            return _pin(_pin(leaf, rest), stage)
+
+        return jax.tree.map(one, kernel)
+
+    return jax.tree.map(place, at_rest, stack_stages(layout, blocks))
 
 
 def _from_stages(config: Config, stages: Any, stored: Any) -> Any:

@@ -19,6 +19,7 @@ from mtjax.config import Config
 from mtjax.layers.context import token_order
 from mtjax.layers.dropout import row_keys
 from mtjax.parallel.stack import Extra, Params, run_model, run_mtp
+from mtjax.precision.product import carriers, with_carriers
 from mtjax.sharding import (
     axis_size,
     compute_dtypes,
@@ -33,6 +34,7 @@ from mtjax.training.losses import LossSums, linear_cross_entropy, loss_config
 from mtjax.training.mtp import MtpSums, targets_ahead, with_mtp_loss
 from mtjax.training.optimizer import make_schedule
 from mtjax.training.pipelined import pipelined_loss_and_gradients, pipelined_sums
+from mtjax.training.quantized import join_segments, quantize_blocks
 from mtjax.training.state import LossScale, Setup, TrainState
 
 COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
@@ -148,18 +150,22 @@ def _hidden(
 
 
 def gather_params(config: Config, setup: Setup, mesh: Mesh, params: Params) -> Params:
-    """Cast masters to the compute dtype, then gather over data: one bf16 all-gather per leaf."""
+    """Cast or round masters to what layers use, then gather over data: one all-gather per leaf."""
     pin = jax.lax.with_sharding_constraint
-    computed = compute_shardings(setup.boxes, mesh)
+    stored, used = storage_shardings(setup.boxes, mesh), compute_shardings(setup.boxes, mesh)
     # Blocks stay in pieces over the pipeline, which mtjax.training.pipelined takes to the stages.
-    computed["blocks"] = storage_shardings(setup.boxes["blocks"], mesh, axes=("pipeline",))
-    return jax.tree.map(
-        lambda p, dtype, stored, computed: pin(pin(p.astype(dtype), stored), computed),
+    used["blocks"] = storage_shardings(setup.boxes["blocks"], mesh, axes=("pipeline",))
+    computed = jax.tree.map(
+        lambda p, dtype, stored, used: pin(pin(p.astype(dtype), stored), used),
         params,
-        compute_dtypes(setup.boxes, COMPUTE_DTYPES[config.precision]),
-        storage_shardings(setup.boxes, mesh),
-        computed,
+        compute_dtypes(setup.boxes, COMPUTE_DTYPES[config.compute_dtype]),
+        stored,
+        used,
     )
+    if config.quantized:
+        trees = (tree["blocks"] for tree in (setup.boxes, params, computed, stored, used))
+        computed["blocks"] = quantize_blocks(config, *trees)
+    return computed
 
 
 def _with_counts(config: Config, batch: StepInput) -> StepInput:
@@ -234,6 +240,7 @@ def loss_and_gradients(
             check_vma=False,
         )(computed, batch, key, jnp.asarray(scale, jnp.float32), scales)
         sums, gradients = jax.tree.map(lambda x: jnp.sum(x, axis=0), (sums, gradients))
+    gradients["blocks"] = join_segments(gradients["blocks"])
     stored = storage_shardings(setup.boxes, mesh)
     return sums, jax.tree.map(jax.lax.with_sharding_constraint, gradients, stored)
 
@@ -271,16 +278,17 @@ def _accumulate(
         router = router._replace(loads=_loads(config, computed, batch, key))
 
     def one(microbatch: StepInput) -> tuple[Sums, Params]:
-        def scaled(params: Params) -> tuple[jax.Array, Sums]:
+        def scaled(trained: Params) -> tuple[jax.Array, Sums]:
+            params = with_carriers(computed, trained)
             sums = batch_loss(config, params, microbatch, key, router)
             return sums.total * scale, sums
 
-        gradients, sums = jax.grad(scaled, has_aux=True)(computed)
+        gradients, sums = jax.grad(scaled, has_aux=True)(carriers(computed))
         return sums, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
 
     if num == 1:
         return one(_microbatch(batch, 0))
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), computed)
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), carriers(computed))
     nothing: Sums = LossSums(jnp.float32(0), jnp.float32(0))
     if moe.num_experts:
         nothing = routers.RoutedSums(

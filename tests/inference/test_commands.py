@@ -1,5 +1,7 @@
 """`launch.py evaluate` and `launch.py generate` on the checkpoint of a run."""
 
+import re
+
 import pytest
 
 from mtjax.cli import main
@@ -39,6 +41,20 @@ def test_evaluate_prints_the_last_held_out_loss_of_the_training(tmp_path, launch
     _, earlier, _ = launch("evaluate", "--checkpoint.restore-step", "2", mesh__fsdp=2)
     assert "checkpoint of step 2" in earlier
     assert f"eval/loss  {finished.metrics[-1]['eval/loss']:.6g}\n" not in earlier
+
+
+def test_evaluate_compares_quantised_products_with_others(tmp_path, launch):
+    run(tiny(tmp_path, train__steps=2))
+    code, out, err = launch("evaluate", "--compare-precision", "--precision", "fp8")
+    assert code == 0, err
+    _, _, table = out.partition("first batch, the same in both\n")
+    wide, narrow = (float(re.search(rf"loss {name} +(\S+)", table)[1]) for name in ("bf16", "fp8"))
+    assert wide != narrow == pytest.approx(wide, rel=5e-3)
+    cosine = float(re.search(r"gradient cosine  (\S+),", table)[1])
+    lowest = float(re.search(r"lowest cosine    (\S+),", table)[1])
+    assert 0.5 < lowest < cosine < 1 and cosine > 0.99
+    code, _, err = launch("evaluate", "--compare-precision")
+    assert code == 2 and "precision: got 'fp32', expected one of fp8" in err
 
 
 def test_generate_writes_what_the_training_wrote_as_its_sample(tmp_path, launch, capsys):

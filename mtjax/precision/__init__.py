@@ -1,0 +1,1 @@
+"""Matrix products in formats of less than 16 bits."""

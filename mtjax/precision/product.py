@@ -1,0 +1,243 @@
+"""Products of quantised operands, forward and backward.
+
+What is multiplied are arrays of few bits, so that XLA has no wider product to fall back to. Scales
+stand outside of the products: those that vary along a sum are multiplied into the other operand
+before it is rounded, so that one rounded copy of x and of w serves both directions.
+
+Gradients go to carriers: arrays whose values nothing reads, beside the rounded ones that no
+gradient goes through.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from mtjax.precision.quantize import Quantized, no_dims_of_one, quantize_activation
+from mtjax.precision.recipe import Recipe
+from mtjax.sharding import Names, reshard, shard
+
+
+class QuantizedKernel(flax.struct.PyTreeNode):
+    """Kernel [experts or nothing, input dims, output dims] of a product, rounded."""
+
+    carrier: Any
+    """Zeros in the compute dtype, as large as the kernel: takes the gradient."""
+    forward: Quantized
+    """Rounded for the sum over input dims."""
+    backward: Quantized | None
+    """Rounded for the sum over output dims, where that differs: with tiles; else None."""
+    recipe: Recipe = flax.struct.field(pytree_node=False)
+
+
+def carriers(params: Any) -> Any:
+    """What is differentiated of a tree of parameters: carriers in place of quantised kernels."""
+    return jax.tree.map(lambda n: n.carrier if _is_kernel(n) else n, params, is_leaf=_is_kernel)
+
+
+def with_carriers(params: Any, carriers: Any) -> Any:
+    """The parameters, such that gradients go to `carriers`."""
+    return jax.tree.map(
+        lambda n, carrier: n.replace(carrier=carrier) if _is_kernel(n) else carrier,
+        params,
+        carriers,
+        is_leaf=_is_kernel,
+    )
+
+
+def _is_kernel(node: object) -> bool:
+    return isinstance(node, QuantizedKernel)
+
+
+class Operand(NamedTuple):
+    """Activations [experts or nothing, tokens, input dims] of a product, rounded."""
+
+    carrier: Any
+    """The activations; or [parts, ...] of them, one part of the gradient for each device that
+    holds a piece of the kernel's first output dim."""
+    forward: Any
+    """Quantized for the sum over input dims."""
+    backward: Any = None
+    """Rounded for the sum over tokens, where that differs: with tiles; else None."""
+
+
+class Placement(NamedTuple):
+    """Where the arrays of a product are, beside what is automatic."""
+
+    tensor_axes: tuple[str, ...]
+    """Manual mesh axes that split activations."""
+    token_axes: tuple[str, ...]
+    """Those that split the tokens which meet one kernel."""
+    kernel_names: Names | None = None
+    """Logical dims of the kernel, which is gathered over those of "embed" before it is used."""
+    split_gradient: bool = False
+    """The gradient of the result comes split over the sequence, and is gathered once rounded."""
+
+
+class _How(NamedTuple):
+    recipe: Recipe
+    placement: Placement
+    num_in: int
+    num_batch: int
+
+
+def round_activation(recipe: Recipe, x: jax.Array, num_in: int, placement: Placement) -> Operand:
+    """x as an operand; its last `num_in` dims are those that the forward product sums over."""
+    fixed = jax.lax.stop_gradient(x)
+    ins = tuple(range(x.ndim - num_in, x.ndim))
+    over = placement.tensor_axes if recipe.x.sharing == "tensor" else ()
+    forward = quantize_activation(recipe, recipe.x, fixed, ins, over)
+    backward = None
+    if recipe.emulated:
+        backward = quantize_activation(recipe, recipe.x, fixed, (ins[0] - 1,))
+    named = jax.tree.map(lambda leaf: checkpoint_name(leaf, "quantized"), (forward, backward))
+    return Operand(x, *named)
+
+
+def product(
+    x: Operand, kernel: QuantizedKernel, placement: Placement, num_in: int = 1, num_batch: int = 0
+) -> jax.Array:
+    """x W, in the compute dtype: summed over the last `num_in` dims of x, for each of `num_batch`
+    leading dims of both."""
+    how = _How(kernel.recipe, placement, num_in, num_batch)
+    return _product(how, x, (kernel.carrier, kernel.forward, kernel.backward))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(how: _How, x: Operand, kernel: tuple[Any, Quantized, Quantized | None]) -> jax.Array:
+    carrier, w, _ = kernel
+    nb, tokens = how.num_batch, x.forward.values.ndim - how.num_in
+    ins = tuple(range(nb, nb + how.num_in))
+    dims = ((tuple(range(tokens, tokens + how.num_in)), ins), (tuple(range(nb)),) * 2)
+    outs = carrier.ndim - nb - how.num_in
+    values = _gather(how, w.values)
+    y = _dot(x.forward.values, values, dims, carrier.dtype, "default")
+    return _scaled(y, carrier.dtype, _x_scale(x.forward, tokens, outs), _w_scale(how, w, tokens))
+
+
+def _forward(how, x, kernel):
+    carrier, forward, backward = kernel
+    parts = x.carrier.shape[0] if x.carrier.ndim > x.forward.values.ndim else 0
+    how_saved = jnp.zeros((parts, 0), carrier.dtype)
+    return _product(how, x, kernel), (x.backward or x.forward, backward or forward, how_saved)
+
+
+def _backward(how, saved, g):
+    x, w, (parts, _), dtype = saved[0], saved[1], saved[2].shape, saved[2].dtype
+    nb, tokens = how.num_batch, x.values.ndim - how.num_in
+    outs = g.ndim - tokens
+    batch = tuple(range(nb))
+    x_scale, w_scale = _x_scale(x, tokens, outs), _w_scale(how, w, tokens)
+    out_dims, token_dims = tuple(range(tokens, g.ndim)), tuple(range(nb, tokens))
+    g_in, g_w = _round_gradient(how, g, out_dims, token_dims, x_scale, w_scale)
+
+    left = w_scale if how.recipe.one_gradient else None
+    dx = _input_gradient(how, g_in.values, _gather(how, w.values), tokens, parts, dtype)
+    dx = _scaled(dx, dtype, _fit(left, tokens, how.num_in), _fit(g_in.scale, tokens, how.num_in))
+
+    dims = ((token_dims, token_dims), (batch, batch))
+    dw = _dot(x.values, g_w.values, dims, dtype, "highest")
+    left = x_scale if how.recipe.one_gradient else None
+    dw = _scaled(dw, dtype, *(_onto_kernel(how, s, tokens) for s in (left, g_w.scale)))
+    if how.placement.kernel_names is not None:
+        dw = shard(dw, *how.placement.kernel_names)
+    return Operand(dx, None, None), (dw, None, None)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _input_gradient(how: _How, g: Any, w: Any, tokens: int, parts: int, dtype: Any) -> jax.Array:
+    """g W^T; with parts, [parts, ...] from as many pieces of the first output dim each."""
+    nb, first = how.num_batch, how.num_batch + how.num_in
+    outs = g.ndim - tokens
+    if not parts:
+        batch = tuple(range(nb))
+        dims = ((tuple(range(tokens, g.ndim)), tuple(range(first, first + outs))), (batch, batch))
+        return _dot(g, w, dims, dtype, "highest")
+    g = g.reshape(*g.shape[:tokens], parts, -1, *g.shape[tokens + 1 :])
+    w = w.reshape(*w.shape[:first], parts, -1, *w.shape[first + 1 :])
+    contracted = tuple(range(tokens + 1, g.ndim)), tuple(range(first + 1, w.ndim))
+    dx = _dot(g, w, (contracted, ((tokens,), (first,))), dtype, "highest")
+    return shard(dx, "act_ffn", "batch", "seq", None)
+
+
+def _round_gradient(how, g, out_dims, token_dims, x_scale, w_scale) -> tuple[Quantized, Quantized]:
+    """g rounded for the sum over outputs (dx), and for the sum over tokens (dw)."""
+    recipe, place = how.recipe, how.placement
+    if recipe.one_gradient:
+        once = _whole(how, quantize_activation(recipe, recipe.g, g, out_dims, place.tensor_axes))
+        return once, once
+    if recipe.emulated:
+        along = (out_dims, token_dims[-1:])
+        g_in, g_w = (quantize_activation(recipe, recipe.g, g, dims) for dims in along)
+    else:
+        g = g.astype(jnp.float32)
+        g_in = quantize_activation(recipe, recipe.g, g * w_scale, out_dims)
+        g_w = quantize_activation(recipe, recipe.g, g * x_scale, token_dims, place.token_axes)
+    return _whole(how, g_in), _whole(how, g_w)
+
+
+def _whole(how: _How, g: Quantized) -> Quantized:
+    """Gathered over the sequence, if it is split."""
+    if not how.placement.split_gradient:
+        return g
+    split, whole = ("batch", "seq_sp", None), ("batch", "seq", None)
+    return g._replace(values=reshard(g.values, split, whole))
+
+
+def _gather(how: _How, values: jax.Array) -> jax.Array:
+    """A kernel's values where they are multiplied: whole along the dims that fsdp splits."""
+    names = how.placement.kernel_names
+    if names is None:
+        return values
+    return reshard(values, names, tuple(None if name == "embed" else name for name in names))
+
+
+def _dot(a: jax.Array, b: jax.Array, dims: Any, dtype: Any, precision: str) -> jax.Array:
+    """The product alone. On GPU "default" lets f8 sums run in fewer bits, which gradients bear
+    less well than outputs."""
+    out = jnp.int32 if a.dtype == jnp.int8 else dtype
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
+
+
+def _scaled(y: jax.Array, dtype: Any, *scales: Any) -> jax.Array:
+    """y times the scales that there are."""
+    if y.dtype == jnp.int32:
+        y = y.astype(jnp.float32)
+    for scale in scales:
+        if scale is not None:
+            # In the dtype of y: exact for powers of two, and XLA makes them part of the product.
+            y = y * no_dims_of_one(scale).astype(y.dtype)
+    return y.astype(dtype)
+
+
+def _x_scale(x: Quantized, tokens: int, outs: int) -> Any:
+    """The scale of activations, in the dims of the result."""
+    return _fit(x.scale, tokens, outs)
+
+
+def _fit(scale: Any, tokens: int, others: int) -> Any:
+    """A scale that varies at most along the first `tokens` dims, with `others` dims of 1 behind."""
+    if scale is None:
+        return None
+    return scale.reshape(*scale.shape[:tokens], *[1] * others)
+
+
+def _w_scale(how: _How, w: Quantized, tokens: int) -> Any:
+    """The scale of a kernel, in the dims of the result."""
+    if w.scale is None:
+        return None
+    nb, shape = how.num_batch, w.scale.shape
+    return w.scale.reshape(*shape[:nb], *[1] * (tokens - nb), *shape[nb + how.num_in :])
+
+
+def _onto_kernel(how: _How, scale: Any, tokens: int) -> Any:
+    """A scale in the dims of the result, one for all tokens, in those of the kernel."""
+    if scale is None:
+        return None
+    nb, shape = how.num_batch, scale.shape
+    return scale.reshape(*shape[:nb], *[1] * how.num_in, *shape[tokens:])
