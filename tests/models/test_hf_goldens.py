@@ -31,7 +31,7 @@ CASES = [(name, "capacity") for name in FILES if name != "hf_deepseek_v2"]
 CASES += [pytest.param("hf_deepseek_v2", "capacity", marks=pytest.mark.nightly)]
 CASES += [("hf_mixtral", "dropless"), ("hf_dots1", "allgather"), ("hf_gpt_oss", "dropless")]
 CASES += [
-    pytest.param(name, other, marks=pytest.mark.slow)
+    pytest.param(name, other, marks=pytest.mark.nightly)
     for name in EXPERTS
     for other in ("dropless", "allgather")
     if (name, other) not in CASES

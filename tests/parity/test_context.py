@@ -57,8 +57,10 @@ CASES = [
     (PACKED, MIXED, "ulysses"),
     ("packed, windows, sinks", MIXED, "ring"),
 ]
-SLOW = [("plain", "context=8", exchange) for exchange in EXCHANGES]
-NIGHTLY = [("plain", f"context={size}", exchange) for size in (2, 4) for exchange in EXCHANGES]
+SLOW = CASES[2:]
+CASES = CASES[:2]
+NIGHTLY = [("plain", "context=8", exchange) for exchange in EXCHANGES]
+NIGHTLY += [("plain", f"context={size}", exchange) for size in (2, 4) for exchange in EXCHANGES]
 NIGHTLY += [
     (feature, "data=2,context=4,microbatches=4", exchange)
     for exchange in EXCHANGES
@@ -69,7 +71,7 @@ NIGHTLY += [
     ("packed, windows, sinks", "data=2,context=4,microbatches=4", exchange)
     for exchange in EXCHANGES
 ]
-SLOW += [
+NIGHTLY += [
     ("learned positions, remat", "context=4,tensor=2", "ring"),
     ("plain", "context=4,tensor=2", "ulysses"),
     ("packed, window", "data=2,pipeline=2,context=2,microbatches=4", "ulysses"),
@@ -77,10 +79,7 @@ SLOW += [
     ("plain", "pipeline=2,context=4,schedule=gpipe,microbatches=2", "ring"),
     ("packed, window", "fsdp=2,pipeline=2,context=2,microbatches=4", "ring"),
 ]
-CASES += [
-    pytest.param(*case, marks=pytest.mark.nightly if i % 2 else pytest.mark.slow)
-    for i, case in enumerate(SLOW)
-]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 CASES += [pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY]
 
 

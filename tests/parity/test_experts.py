@@ -109,14 +109,22 @@ LAYOUTS = [
     "data=4,tensor=2,microbatches=4",
     PARTS,
 ]
-CASES = QUICK + [
-    # Each feature meets two of the twelve layouts in CI, and each layout one feature or two.
-    pytest.param(
-        feature, layout, marks=pytest.mark.slow if (i + j) % 6 == 0 else pytest.mark.nightly
-    )
-    for i, feature in enumerate(FEATURES)
-    for j, layout in enumerate(LAYOUTS)
-    if (feature, layout) not in QUICK
+SLOW = [
+    ("whole batch balanced, dense layer first", "expert=4"),
+    ("DeepSeek", "data=2,fsdp=2,expert=2,microbatches=4"),
+    ("dropless", "data=4,tensor=2,microbatches=4"),
+    ("allgather", "expert=8,microbatches=4"),
+    *QUICK[1:],
+]
+CASES = [
+    QUICK[0],
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    *(
+        pytest.param(feature, layout, marks=pytest.mark.nightly)
+        for feature in FEATURES
+        for layout in LAYOUTS
+        if (feature, layout) not in QUICK + SLOW
+    ),
 ]
 
 

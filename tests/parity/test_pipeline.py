@@ -67,6 +67,8 @@ CASES = [
 ]
 SLOW = [
     ("packed, a window pattern, 7 layers", "data=2,pipeline=2,fsdp=2,microbatches=4"),
+    ("8 layers by hand", "pipeline=4,tensor=2,microbatches=4"),
+    ("8 layers, selective remat", "pipeline=2,tensor=2,fsdp=2,chunks=2,microbatches=4"),
     ("8 layers", "pipeline=2,microbatches=4"),
     ("8 layers", "pipeline=4,microbatches=1"),
     ("8 layers", "pipeline=4,tensor=2,microbatches=8"),
@@ -74,19 +76,18 @@ SLOW = [
     ("8 layers", "data=2,pipeline=4,schedule=gpipe,microbatches=2"),
     ("8 layers", "pipeline=2,chunks=4,microbatches=4"),
     ("8 layers", "pipeline=4,fsdp=2,chunks=2,microbatches=8"),
-    ("8 layers by hand", "pipeline=4,tensor=2,microbatches=4"),
     ("8 layers by hand", "data=2,pipeline=4,schedule=gpipe,microbatches=4"),
     ("8 layers, full remat", "pipeline=4,fsdp=2,microbatches=8"),
     ("8 layers, full remat", "pipeline=4,schedule=gpipe,microbatches=4"),
-    ("8 layers, selective remat", "pipeline=2,tensor=2,fsdp=2,chunks=2,microbatches=4"),
     ("GPT-2, 5 layers", "pipeline=2,data=2,tensor=2,chunks=2,microbatches=8"),
     ("GPT-2, 5 layers", "fsdp=2,pipeline=4,schedule=gpipe,microbatches=4"),
     ("packed, a window pattern, 7 layers", "pipeline=4,tensor=2,microbatches=8"),
     ("post-norm, soft cap", "pipeline=4,tensor=2,microbatches=4"),
 ]
-ALL = CASES + [
-    pytest.param(*case, marks=pytest.mark.nightly if i % 2 else pytest.mark.slow)
-    for i, case in enumerate(SLOW)
+ALL = [
+    *CASES[:1],
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:] + SLOW[:3]),
+    *(pytest.param(*case, marks=pytest.mark.nightly) for case in SLOW[3:]),
 ]
 
 
@@ -141,7 +142,7 @@ def computed(function, config, mesh, *args):
     "layout",
     [
         "data=2,pipeline=2,tensor=2,chunks=2,microbatches=4",
-        pytest.param("pipeline=4,fsdp=2,microbatches=2", marks=pytest.mark.slow),
+        pytest.param("pipeline=4,fsdp=2,microbatches=2", marks=pytest.mark.nightly),
     ],
 )
 def test_an_evaluation_in_a_pipeline_has_the_loss_of_one_device(layout):
@@ -161,7 +162,7 @@ def test_an_evaluation_in_a_pipeline_has_the_loss_of_one_device(layout):
     [
         ("pipeline=4,microbatches=8", 3),
         pytest.param("pipeline=2,chunks=2,microbatches=8", 3, marks=pytest.mark.slow),
-        pytest.param("pipeline=4,schedule=gpipe,microbatches=8", 5, marks=pytest.mark.slow),
+        pytest.param("pipeline=4,schedule=gpipe,microbatches=8", 5, marks=pytest.mark.nightly),
     ],
 )
 def test_a_batch_ramp_leaves_out_the_microbatches_without_data(layout, active):

@@ -79,7 +79,8 @@ NIGHTLY = [
 
 @pytest.mark.parametrize(
     ("precision", "features", "layout"),
-    CI + [pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY],
+    [pytest.param(*case, marks=pytest.mark.slow) for case in CI]
+    + [pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY],
 )
 def test_loss_and_gradients_are_those_of_one_device(precision, features, layout):
     tolerance = 1e-3 if precision == "int8" else TOLERANCE

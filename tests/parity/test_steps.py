@@ -28,8 +28,12 @@ ADAMW = dataclasses.replace(changed(), optimizer=OptimizerConfig(learning_rate=1
     [
         "adamw",
         *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("adafactor", "lion", "muon", "sgd")
+            pytest.param(name, marks=marker)
+            for names, marker in (
+                (("adafactor", "muon"), pytest.mark.slow),
+                (("lion", "sgd"), pytest.mark.nightly),
+            )
+            for name in names
         ),
     ],
 )
@@ -87,7 +91,7 @@ def test_an_fp16_overflow_on_one_shard_halves_the_scale_of_all():
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("fsdp=2,tensor=2", marks=pytest.mark.slow), "data=2,tensor=2", MIXED]
+    "layout", [pytest.param("fsdp=2,tensor=2", marks=pytest.mark.nightly), "data=2,tensor=2", MIXED]
 )
 def test_bf16_gradients_are_those_of_one_device_but_for_rounding(layout):
     """One device and each mesh are about 2e-2 from the float32 gradients: at most twice that apart.

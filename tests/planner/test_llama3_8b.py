@@ -27,7 +27,13 @@ def on_mesh(**sizes):
 
 
 @pytest.fixture(
-    scope="module", params=[{"fsdp": 8}, {"tensor": 8}, {"fsdp": 4, "tensor": 2}], ids=str
+    scope="module",
+    params=[
+        {"fsdp": 8},
+        pytest.param({"tensor": 8}, marks=pytest.mark.nightly),
+        {"fsdp": 4, "tensor": 2},
+    ],
+    ids=str,
 )
 def planned(request, h200_mesh):
     """(config, compiled step, plan) of a mesh."""

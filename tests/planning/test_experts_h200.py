@@ -72,7 +72,7 @@ def total(collectives, field):
 LAYOUTS = [
     {"expert": 8},
     pytest.param({"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
-    pytest.param({"fsdp": 2, "expert": 4}, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 2, "expert": 4}, marks=pytest.mark.nightly),
 ]
 
 
