@@ -167,6 +167,13 @@ def _check_quantization(config: Config) -> None:
             f"the defaults while precision is {config.precision!r}, which quantises nothing",
             f"set precision to one of {', '.join(QUANTIZED)} or drop the quantize settings",
         )
+        require(
+            "quantized" not in (*config.train.remat_save, *config.train.remat_offload),
+            "train.remat_save",
+            "quantized",
+            f"other names while precision is {config.precision!r}, which quantises nothing",
+            "set precision to fp8 or drop the name",
+        )
         return
     kept = quantize.first_bf16_layers + quantize.last_bf16_layers
     require(

@@ -24,9 +24,11 @@ def estimate_memory(config: Config) -> dict[str, float]:
     compute = _COMPUTE_BYTES[config.compute_dtype]
     stored = 4 + _MOMENT_BYTES[config.optimizer.name]
     blocks = local - _table_params(config.model) / shards
+    kept = config.quantize.first_bf16_layers + config.quantize.last_bf16_layers
+    quantized = blocks * (1 - kept / config.model.num_layers) if config.quantized else 0.0
     return {
         "parameters and optimizer": stored * local / mesh.data,
-        "weights in the compute dtype": compute * local,
+        "weights in the compute dtype": compute * (local - quantized) + quantized,
         "gradients": 4 * local,
         "gradients of one microbatch": compute * blocks,
         "saved activations": _saved_bytes(config) * saved_layers(config),
@@ -80,12 +82,16 @@ def _saved_bytes(config: Config) -> float:
     heads = _projected_width(model)
     gates = 2 if model.gated else 1
     mla = model.attention.mla
+    compute = _COMPUTE_BYTES[config.compute_dtype]
+    heads_out = model.attention.num_heads * model.value_dim
     sizes = {
         "qkv": heads,
         # Held whole by each device of the axis tensor.
         "latent": (mla.kv_rank + mla.q_rank) * tensor,
-        "attention_out": model.attention.num_heads * model.value_dim,
+        "attention_out": heads_out,
         "ffn_in": gates * model.ffn_dim,
+        # Inputs of all products, one byte each.
+        "quantized": (2 * model.embed_dim * tensor + heads_out + model.ffn_dim) / compute,
         "block_out": 2 * model.embed_dim,
     }
     if train.remat == "full":
@@ -94,9 +100,12 @@ def _saved_bytes(config: Config) -> float:
         kept = sum(sizes.get(name, 0) for name in train.remat_save)
     else:
         # Nothing is recomputed: also the inputs of all four products, gathered.
-        kept = sum(sizes.values()) + model.ffn_dim + 2 * model.embed_dim * tensor
+        inputs = sizes.pop("quantized")
+        if not config.quantized:
+            inputs = model.ffn_dim + 2 * model.embed_dim * tensor
+        kept = sum(sizes.values()) + inputs
     per_token = (model.embed_dim + kept) / tensor
-    return _tokens(config) * per_token * _COMPUTE_BYTES[config.compute_dtype]
+    return _tokens(config) * per_token * compute
 
 
 def _block_bytes(config: Config) -> float:

@@ -39,7 +39,7 @@ class StepProgram:
     """Masters, as stored."""
     optimizer_bytes: int
     compute_bytes: int
-    """Copy of the weights in the compute dtype, as layers use it."""
+    """Copy of the weights in the compute dtype, or quantised, as layers use it."""
     gradient_bytes: int
     """float32 gradients, laid out as the copy."""
     asked_flops: dict[str, float]
@@ -69,14 +69,13 @@ def compile_step_for(config: Config, devices: Target | int, time_limit_s: float)
 def build_step(config: Config, devices: Target | int) -> StepProgram:
     """Compiles the step in this process, for full batches: a ramp's loop has no known length."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
     from mtjax.planning.asked import asked_flops
     from mtjax.planning.compile import compile_for, topology_devices
     from mtjax.sharding import make_mesh
     from mtjax.training.state import make_setup
-    from mtjax.training.step import COMPUTE_DTYPES, jit_train_step
+    from mtjax.training.step import jit_train_step
 
     if isinstance(devices, Target):
         platform, present = "gpu", topology_devices(devices)
@@ -92,14 +91,13 @@ def build_step(config: Config, devices: Target | int) -> StepProgram:
         jaxpr = step.fn.trace(*step.args).jaxpr
         rows = _param_rows(setup.boxes, mesh)
     params_per_device = sum(row.per_device for row in rows)
-    compute_dtype = jnp.dtype(COMPUTE_DTYPES[config.compute_dtype])
     return StepProgram(
         config=config,
         program=compile_for(mesh, step.fn, *step.args),
         param_rows=rows,
         param_bytes=_bytes_per_device(setup.abstract.params),
         optimizer_bytes=_bytes_per_device(setup.abstract.opt_state),
-        compute_bytes=params_per_device * compute_dtype.itemsize,
+        compute_bytes=_compute_bytes(config, setup.boxes, mesh),
         gradient_bytes=params_per_device * 4,
         asked_flops=asked_flops(jaxpr, mesh.size),
     )
@@ -112,6 +110,29 @@ def _bytes_per_device(tree: Any) -> int:
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
+
+
+def _compute_bytes(config: Config, boxes: Any, mesh: Any) -> int:
+    """Of the weights as layers use them; scales are left out."""
+    import jax
+    import jax.numpy as jnp
+
+    from mtjax.sharding import is_boxed, storage_shardings
+    from mtjax.training.quantized import quantized_share
+    from mtjax.training.step import COMPUTE_DTYPES
+
+    wide = jnp.dtype(COMPUTE_DTYPES[config.compute_dtype]).itemsize
+    total = 0.0
+    used = storage_shardings(boxes, mesh, axes=("pipeline",))
+    for (path, box), sharding in zip(
+        jax.tree_util.tree_leaves_with_path(boxes, is_leaf=is_boxed),
+        jax.tree.leaves(used),
+        strict=True,
+    ):
+        narrow = quantized_share(config, box) if path[0].key == "blocks" else 0.0
+        size = math.prod(sharding.shard_shape(box.value.shape))
+        total += size * (narrow + (1 - narrow) * wide)
+    return round(total)
 
 
 def _param_rows(boxes: Any, mesh: Any) -> tuple[ParamRow, ...]:

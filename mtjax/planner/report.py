@@ -363,7 +363,10 @@ def _time(timing: Timing, target: Target, step: StepProgram, model_flops: float)
     assumptions: tuple[str, ...] = ASSUMPTIONS
     if timing.uncounted_loops:
         assumptions += (f"{timing.uncounted_loops} loops of unknown length run once",)
-    peak = target.gpu.peak_fp32 if step.config.precision == "fp32" else target.gpu.peak_bf16
+    gpu, config = target.gpu, step.config
+    peak = gpu.peak_fp32 if config.compute_dtype == "fp32" else gpu.peak_bf16
+    if config.quantized and gpu.peak_fp8:
+        peak = gpu.peak_fp8
     return TimePart(
         step_s=timing.total_s,
         tokens_per_s=train.batch_size * train.seq_len / timing.total_s,

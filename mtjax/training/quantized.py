@@ -52,6 +52,14 @@ def quantize_blocks(
     return groups
 
 
+def quantized_share(config: Config, box: Boxed) -> float:
+    """Share of the layers in which a kernel of the blocks is quantised."""
+    quantize, layers = config.quantize, config.model.num_layers
+    if not config.quantized or box.product is None or box.product.role not in quantize.roles:
+        return 0.0
+    return 1 - (quantize.first_bf16_layers + quantize.last_bf16_layers) / layers
+
+
 def join_segments(blocks: Any) -> Any:
     """Groups of stacked layers again, from gradients of a tree with segments."""
 
