@@ -125,7 +125,8 @@ def test_in_a_pipeline_tokens_go_to_experts_of_their_stage_and_on_to_the_next(co
     permutes = program.summary.collectives("collective-permute", axis="pipeline")
     assert all(c.is_async and c.overlapped_ops > 0 for c in permutes)
     stream = BATCH / 4 * SEQ * EMBED * BF16
-    assert total(permutes, "operand_bytes") == (5 + 5) * stream
+    # Nobody needs what the last tick would send.
+    assert total(permutes, "operand_bytes") == (5 + 4) * stream
     assert {dtype for c in permutes for dtype in c.dtypes} == {"bf16"}
 
 
@@ -137,7 +138,8 @@ def test_parts_of_a_sequence_meet_at_experts_whose_weights_stay(compile_step):
     gathers = program.summary.collectives("all-gather", inside_loop=True)
     # The sequences of a device, forward, recomputed and for the gradient of the scatter.
     met = [c for c in gathers if c.axes == ("context",) and "bf16" in c.dtypes]
-    assert total(met, "output_bytes") == LAYERS * 3 * BATCH / 4 * SEQ * EMBED * BF16
+    sequences = LAYERS * 3 * BATCH / 4 * SEQ * EMBED * BF16
+    assert total(met, "output_bytes") == pytest.approx(sequences, rel=0.02), "beside routing"
     expert = EMBED * FFN * BF16
     assert max(c.output_bytes for c in gathers) < EXPERTS * expert, "no kernel of all experts"
 
