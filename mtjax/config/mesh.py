@@ -25,8 +25,8 @@ class MeshConfig:
     pipeline: int = 1
     """Stages that hold consecutive layers; see the settings in `pipeline`; -1: the rest."""
     context: int = 1
-    """Shards of each sequence, keys and values exchanged as model.attention.exchange says; for
-    weights a further fsdp axis; -1: the rest."""
+    """Shards of each sequence, keys and values exchanged as model.attention.exchange says; also
+    shards of the experts, and for other weights a further fsdp axis; -1: the rest."""
     expert: int = 1
     """Shards of the experts, tokens exchanged by all-to-all; elsewhere a second fsdp axis. Only
     for models with experts; -1: the rest."""

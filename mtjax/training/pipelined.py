@@ -55,7 +55,7 @@ def pipelined_sums(
     def run(model: StagedModel, blocks: Any, shared: Any, batch: Any, scale: Any) -> Any:
         return run_forward(model, _schedule(config), blocks, shared, batch), None
 
-    extra = _StepWide(None, 1.0, None)
+    extra = _StepWide(None, jnp.float32(1), None)
     result, _ = _in_region(config, setup, mesh, params, batch, extra, run, with_gradients=False)
     return _whole_sums(config, result)
 
@@ -114,8 +114,9 @@ def _layout(config: Config) -> StageLayout:
 
 
 class _StepWide(NamedTuple):
-    """What is the same for all microbatches and stages."""
+    """What is the same for all microbatches and stages; None in evaluation, but for the scale."""
 
+    # Any: the same structure also holds partition specs.
     key: Any
     scale: Any
     router_scales: Any

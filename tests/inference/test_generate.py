@@ -127,6 +127,7 @@ def test_a_prompt_longer_than_one_padding_and_one_of_exactly_its_length():
         ("grouped-query", MeshConfig(context=2)),
         pytest.param("latent", MeshConfig(tensor=2), marks=pytest.mark.nightly),
         ("experts", MeshConfig(expert=2, tensor=2)),
+        pytest.param("experts", MeshConfig(expert=2, context=2), marks=pytest.mark.nightly),
     ],
 )
 def test_a_mesh_generates_the_same_ids(name, mesh):

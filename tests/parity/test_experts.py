@@ -184,8 +184,15 @@ def test_initial_states_are_bit_equal(layout):
         assert np.array_equal(state[name], leaf), f"initial {name} differs"
 
 
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_steps_move_weights_biases_and_metrics_alike(microbatches):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("data=2,expert=2,tensor=2,microbatches=1", marks=pytest.mark.slow),
+        "data=2,expert=2,tensor=2,microbatches=4",
+        pytest.param("data=2,pipeline=2,expert=2,microbatches=4", marks=pytest.mark.nightly),
+    ],
+)
+def test_steps_move_weights_biases_and_metrics_alike(layout):
     moe = dataclasses.replace(
         FEATURES["DeepSeek"].model.moe,
         bias_update_rate=0.01,
@@ -198,7 +205,7 @@ def test_steps_move_weights_biases_and_metrics_alike(microbatches):
         model=dataclasses.replace(base.model, moe=moe),
         optimizer=OptimizerConfig(name="muon", learning_rate=1e-3),
     )
-    state, metrics = run_steps(config, f"data=2,expert=2,tensor=2,microbatches={microbatches}", 3)
+    state, metrics = run_steps(config, layout, 3)
     expected, expected_metrics = run_steps(config, "data=1", 3)
     for name, value in expected_metrics.items():
         np.testing.assert_allclose(metrics[name], value, rtol=3e-5, err_msg=name)

@@ -12,11 +12,12 @@ from mtjax.config import (
     DataConfig,
     MeshConfig,
     ModelConfig,
+    MoeConfig,
     PipelineConfig,
     TrainConfig,
     validate,
 )
-from mtjax.planner.memory import estimate_memory
+from mtjax.planner.memory import estimate_memory, saved_layers
 from mtjax.planner.page import to_html
 from mtjax.planner.program import build_step, compile_step_for
 from mtjax.planner.report import make_plan
@@ -91,6 +92,13 @@ def test_the_formula_of_memory_knows_schedules():
 
     # GPipe holds all microbatches, and idle stages write to one place more; 1F1B at most 2p - 1.
     assert saved("gpipe") / saved("1f1b") == pytest.approx((MICROBATCHES + 1) / (2 * STAGES - 1))
+
+
+def test_the_formula_counts_places_that_hold_no_layer():
+    """Layers 3, 3, 2, 2 by stage, the first three dense: 3 + 3 places, in each of 2p - 1 slots."""
+    model = dataclasses.replace(CONFIG.model, moe=MoeConfig(num_experts=4, first_dense=3))
+    assert saved_layers(dataclasses.replace(CONFIG, model=model)) == 7 * 6
+    assert saved_layers(CONFIG) == 7 * 3
 
 
 @pytest.mark.slow

@@ -30,10 +30,10 @@ BF16 = 2
 
 @pytest.fixture(scope="module")
 def compile_step(h200_mesh):
-    """compile(axis sizes, **settings of the experts) -> the compiled train step."""
+    """compile(axis sizes, microbatches, **settings of the experts) -> the compiled train step."""
 
     @functools.cache
-    def build(axes, settings):
+    def build(axes, microbatches, settings):
         config = Config(
             model=ModelConfig(
                 vocab_size=VOCAB,
@@ -45,7 +45,12 @@ def compile_step(h200_mesh):
             ),
             mesh=MeshConfig(**dict(axes)),
             data=DataConfig(separate_documents=False),
-            train=TrainConfig(seq_len=SEQ, batch_size=BATCH, remat="full"),
+            train=TrainConfig(
+                seq_len=SEQ,
+                batch_size=BATCH * microbatches,
+                microbatches=microbatches,
+                remat="full",
+            ),
         )
         config = resolve_backends(validate(config), "gpu")
         mesh = h200_mesh(**config.mesh.sizes)
@@ -62,7 +67,9 @@ def compile_step(h200_mesh):
             out_shardings=(shardings, None),
         )
 
-    return lambda axes, **settings: build(tuple(axes.items()), tuple(settings.items()))
+    return lambda axes, microbatches=1, **settings: build(
+        tuple(axes.items()), microbatches, tuple(settings.items())
+    )
 
 
 def total(collectives, field):
@@ -104,6 +111,37 @@ def test_products_are_those_the_model_asks_for_at_the_capacity_factor(compile_st
     by_dtype = summary.gemm_flops_by_dtype()
     assert by_dtype[("f32", "f32")] == LAYERS * 4 * 2 * TOKENS * router
     assert set(by_dtype) == {("bf16", "bf16"), ("f32", "f32")}
+
+
+@pytest.mark.nightly
+def test_in_a_pipeline_tokens_go_to_experts_of_their_stage_and_on_to_the_next(compile_step):
+    """Two stages of two layers, four microbatches: 5 ticks each way, and all stages compute."""
+    program = compile_step({"pipeline": 2, "expert": 4}, 4, capacity_factor=FACTOR)
+    exchanges = program.summary.collectives("all-to-all")
+    assert {c.axes for c in exchanges} == {("expert",)}
+    assert {dtype for c in exchanges for dtype in c.dtypes} == {"bf16"}
+    buffers = EXPERTS * CAPACITY * BATCH / 4 * EMBED * BF16
+    assert total(exchanges, "operand_bytes") == LAYERS / 2 * 5 * 3 * 2 * buffers
+    permutes = program.summary.collectives("collective-permute", axis="pipeline")
+    assert all(c.is_async and c.overlapped_ops > 0 for c in permutes)
+    stream = BATCH / 4 * SEQ * EMBED * BF16
+    # Nobody needs what the last tick would send.
+    assert total(permutes, "operand_bytes") == (5 + 4) * stream
+    assert {dtype for c in permutes for dtype in c.dtypes} == {"bf16"}
+
+
+@pytest.mark.nightly
+def test_parts_of_a_sequence_meet_at_experts_whose_weights_stay(compile_step):
+    program = compile_step({"context": 2, "expert": 4}, capacity_factor=FACTOR)
+    exchanges = program.summary.collectives("all-to-all")
+    assert {c.axes for c in exchanges} == {("expert",)}
+    gathers = program.summary.collectives("all-gather", inside_loop=True)
+    # The sequences of a device, forward, recomputed and for the gradient of the scatter.
+    met = [c for c in gathers if c.axes == ("context",) and "bf16" in c.dtypes]
+    sequences = LAYERS * 3 * BATCH / 4 * SEQ * EMBED * BF16
+    assert total(met, "output_bytes") == pytest.approx(sequences, rel=0.02), "beside routing"
+    expert = EMBED * FFN * BF16
+    assert max(c.output_bytes for c in gathers) < EXPERTS * expert, "no kernel of all experts"
 
 
 @pytest.mark.slow
