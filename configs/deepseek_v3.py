@@ -8,7 +8,8 @@ Command: python launch.py --config deepseek_v3.py
 Published: 14.8 T tokens, a batch of 3072 that grows to 15360 over the first 469 B, rate constant
     for 10 T, then down to a tenth by a cosine (here linear). Multi-token prediction weighs 0.1
     after 10 T, and the biases rest in the last 500 B: change both when a run resumes.
-Expected: not measured yet.
+Expected: not run yet. Compiled without a GPU, a device holds 107.7 of its 139 GiB: set
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 """
 
 from mtjax.config import (

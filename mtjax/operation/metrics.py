@@ -28,6 +28,7 @@ METRICS: dict[str, Metric] = {
     "train/cross_entropy": Metric("nats/token", "cross-entropy, weighted by token"),
     "train/z_loss": Metric("nats/token", "log-partition penalty within the loss"),
     "train/aux_loss": Metric("nats/token", "other auxiliary terms within the loss"),
+    "train/mtp_loss": Metric("nats/token", "cross-entropy of tokens beyond the next, module mean"),
     "train/grad_norm": Metric("1", "global norm of the gradient before clipping"),
     "train/param_norm": Metric("1", "global norm of the parameters"),
     "train/learning_rate": Metric("1", "learning rate of the step"),

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.config import MoeConfig, MtpConfig
+from mtjax.config import MoeConfig, MtpConfig, OptimizerConfig
 from tests.parity.layouts import (
     TOLERANCE,
     assert_close,
@@ -71,12 +71,15 @@ def test_loss_statistics_and_gradients_are_those_of_one_device(feature, layout):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+@pytest.mark.parametrize(
+    "optimizer",
+    # Adam, which moves norms beside Muon, makes a step of rounding where a gradient is as small as
+    # its epsilon; here one is 8e-9, of a norm of 1e-3.
+    [OptimizerConfig(name="adafactor"), OptimizerConfig(name="muon", epsilon=1e-6)],
+    ids=["adafactor", "muon"],
+)
 def test_steps_move_modules_and_their_biases_alike(optimizer):
-    base = FEATURES["experts, packed"]
-    config = dataclasses.replace(
-        base, optimizer=dataclasses.replace(base.optimizer, name=optimizer, learning_rate=1e-3)
-    )
+    config = dataclasses.replace(FEATURES["experts, packed"], optimizer=optimizer)
     state, metrics = run_steps(config, "data=2,expert=2,tensor=2,microbatches=4", 2)
     expected, expected_metrics = run_steps(config, "data=1", 2)
     for name, value in expected_metrics.items():

@@ -16,6 +16,7 @@ from mtjax.config import (
     MtpConfig,
     validate,
 )
+from mtjax.operation.metrics import METRICS
 from mtjax.parallel.stack import Extra, abstract_params, run_model, run_mtp
 from mtjax.sharding import unbox
 from mtjax.training.mtp import targets_ahead
@@ -135,6 +136,7 @@ def test_the_model_itself_is_drawn_and_evaluated_as_without_modules():
     gained = metrics["train/loss"] - without["train/loss"]
     np.testing.assert_allclose(gained, 0.4 * metrics["train/mtp_loss"], rtol=1e-4)
     assert "train/mtp_loss" not in without
+    assert set(metrics) <= set(METRICS)
 
 
 def test_modules_are_stacked_by_depth():
