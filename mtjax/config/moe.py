@@ -95,7 +95,11 @@ class MoeConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.num_experts >= 0, "moe.num_experts", self.num_experts, "at least 0", "0 is dense"
+            self.num_experts >= 0,
+            "model.moe.num_experts",
+            self.num_experts,
+            "at least 0",
+            "0 is dense",
         )
         if not self.num_experts:
             self._check_all_default()
@@ -113,21 +117,21 @@ class MoeConfig:
             "z_coefficient",
         ):
             value = getattr(self, name)
-            require(value >= 0, f"moe.{name}", value, "at least 0", "0 turns it off")
+            require(value >= 0, f"model.moe.{name}", value, "at least 0", "0 turns it off")
         require(
             self.ffn_dim is None or self.ffn_dim > 0,
-            "moe.ffn_dim",
+            "model.moe.ffn_dim",
             self.ffn_dim,
             "a positive integer",
             "None takes model.ffn_dim",
         )
-        require(self.every >= 1, "moe.every", self.every, "at least 1", "1 is every layer")
+        require(self.every >= 1, "model.moe.every", self.every, "at least 1", "1 is every layer")
         require(
             not self.shared_gate or self.shared_ffn_dim > 0,
-            "moe.shared_gate",
+            "model.moe.shared_gate",
             self.shared_gate,
             "False without a shared expert",
-            "set moe.shared_ffn_dim",
+            "set model.moe.shared_ffn_dim",
         )
         self._check_balance()
 
@@ -136,95 +140,103 @@ class MoeConfig:
             value = getattr(self, config_field.name)
             require(
                 value == config_field.default,
-                f"moe.{config_field.name}",
+                f"model.moe.{config_field.name}",
                 value,
-                f"{config_field.default!r} while moe.num_experts is 0, a dense model",
-                "set moe.num_experts or drop it",
+                f"{config_field.default!r} while model.moe.num_experts is 0, a dense model",
+                "set model.moe.num_experts or drop it",
             )
 
     def _check_balance(self) -> None:
         balanced = self.balance_coefficient > 0 or self.device_balance_coefficient > 0
         require(
             balanced or self.balance_scope == "microbatch",
-            "moe.balance_scope",
+            "model.moe.balance_scope",
             self.balance_scope,
-            "the default while moe.balance_coefficient is 0",
+            "the default while model.moe.balance_coefficient is 0",
             "set the coefficient, such as 0.01",
         )
         groups = self.device_groups
         require(
             groups >= 1 and self.num_experts % groups == 0,
-            "moe.device_groups",
+            "model.moe.device_groups",
             groups,
-            f"a divisor of moe.num_experts ({self.num_experts})",
+            f"a divisor of model.moe.num_experts ({self.num_experts})",
             "take the number of devices that share the experts",
         )
         require(
             (groups > 1) == (self.device_balance_coefficient > 0),
-            "moe.device_groups",
+            "model.moe.device_groups",
             groups,
-            "more than 1 exactly when moe.device_balance_coefficient is set",
+            "more than 1 exactly when model.moe.device_balance_coefficient is set",
             "set both or neither",
         )
 
     def _check_router(self) -> None:
         require(
             1 <= self.top_k <= self.num_experts,
-            "moe.top_k",
+            "model.moe.top_k",
             self.top_k,
-            f"between 1 and moe.num_experts ({self.num_experts})",
+            f"between 1 and model.moe.num_experts ({self.num_experts})",
             "change one of them",
         )
-        require(self.routed_scale > 0, "moe.routed_scale", self.routed_scale, "above 0", "1 is off")
+        require(
+            self.routed_scale > 0,
+            "model.moe.routed_scale",
+            self.routed_scale,
+            "above 0",
+            "1 is off",
+        )
         require(
             self.renormalize or self.router != "softmax_after_topk",
-            "moe.renormalize",
+            "model.moe.renormalize",
             self.renormalize,
             "True with router softmax_after_topk, whose weights add up to 1 by themselves",
             "drop it or use router softmax",
         )
         require(
             not self.score_bias or self.router == "sigmoid",
-            "moe.score_bias",
+            "model.moe.score_bias",
             self.score_bias,
             f"False with router {self.router}",
             "use router sigmoid",
         )
         require(
             self.bias_update_rate >= 0,
-            "moe.bias_update_rate",
+            "model.moe.bias_update_rate",
             self.bias_update_rate,
             "at least 0",
             "try 0.001",
         )
         require(
             not self.bias_update_rate or self.score_bias,
-            "moe.bias_update_rate",
+            "model.moe.bias_update_rate",
             self.bias_update_rate,
-            "0 without moe.score_bias",
-            "set moe.score_bias",
+            "0 without model.moe.score_bias",
+            "set model.moe.score_bias",
         )
 
     def _check_sequence_routers(self) -> None:
         """sinkhorn and expert_choice even out loads by themselves, over a whole sequence."""
         if self.router != "sinkhorn":
-            condition = f"moe.router is {self.router!r}"
-            require_defaults(self, "moe", ["sinkhorn_iterations"], condition)
+            condition = f"model.moe.router is {self.router!r}"
+            require_defaults(self, "model.moe", ["sinkhorn_iterations"], condition)
         if self.router not in SEQUENCE_ROUTERS:
             return
         iterations = self.sinkhorn_iterations
-        require(iterations >= 1, "moe.sinkhorn_iterations", iterations, "at least 1", "try 16")
+        require(
+            iterations >= 1, "model.moe.sinkhorn_iterations", iterations, "at least 1", "try 16"
+        )
         for name in ("balance_coefficient", "device_balance_coefficient"):
             require(
                 getattr(self, name) == 0,
-                f"moe.{name}",
+                f"model.moe.{name}",
                 getattr(self, name),
                 f"0 with router {self.router}, which evens out loads by itself",
                 "drop it or use router softmax",
             )
         require(
             self.num_groups == 1,
-            "moe.num_groups",
+            "model.moe.num_groups",
             self.num_groups,
             f"1 with router {self.router}",
             "use router softmax or sigmoid",
@@ -232,65 +244,68 @@ class MoeConfig:
         if self.router == "sinkhorn":
             require(
                 self.top_k > 1 or not self.renormalize,
-                "moe.renormalize",
+                "model.moe.renormalize",
                 True,
                 "False with router sinkhorn and top_k 1: divided by itself the weight of the one "
                 "expert would be 1, and the router without gradient",
-                "set moe.renormalize to False",
+                "set model.moe.renormalize to False",
             )
             return
         require(
             not self.renormalize,
-            "moe.renormalize",
+            "model.moe.renormalize",
             True,
             "False with router expert_choice, whose weights are the scores as they are",
             "set it so",
         )
         require(
             self.dispatcher != "dropless",
-            "moe.dispatcher",
+            "model.moe.dispatcher",
             self.dispatcher,
             "capacity, whose buffers the experts of router expert_choice just fill, or allgather",
             "drop it",
         )
         require_defaults(
-            self, "moe", ["capacity_factor", "drop_policy"], "moe.router is 'expert_choice'"
+            self,
+            "model.moe",
+            ["capacity_factor", "drop_policy"],
+            "model.moe.router is 'expert_choice'",
         )
 
     def _check_groups(self) -> None:
         groups = self.num_groups
         require(
             groups >= 1 and self.num_experts % groups == 0,
-            "moe.num_groups",
+            "model.moe.num_groups",
             groups,
-            f"a divisor of moe.num_experts ({self.num_experts})",
+            f"a divisor of model.moe.num_experts ({self.num_experts})",
             "1 is no groups",
         )
         require(
             groups == 1 or self.router != "softmax_after_topk",
-            "moe.num_groups",
+            "model.moe.num_groups",
             groups,
             "1 with router softmax_after_topk",
             "use router softmax or sigmoid",
         )
         require(
             1 <= self.top_groups <= groups,
-            "moe.top_groups",
+            "model.moe.top_groups",
             self.top_groups,
-            f"between 1 and moe.num_groups ({groups})",
+            f"between 1 and model.moe.num_groups ({groups})",
             "change one of them",
         )
         per_group = self.num_experts // groups
         require(
             self.top_groups * per_group >= self.top_k,
-            "moe.top_groups",
+            "model.moe.top_groups",
             self.top_groups,
-            f"groups that hold at least moe.top_k ({self.top_k}) experts, {per_group} in each",
-            "raise it or lower moe.top_k",
+            f"groups of at least model.moe.top_k ({self.top_k}) experts, {per_group} in each",
+            "raise it or lower model.moe.top_k",
         )
         require(
             groups == 1 or self.router != "sigmoid" or per_group >= 2,
-            "moe.num_groups",
+            "model.moe.num_groups",
             groups,
             "at least two experts in each group, whose best two make its score",
             "lower it",
@@ -299,19 +314,19 @@ class MoeConfig:
     def _check_dispatch(self) -> None:
         capacity = self.dispatcher == "capacity"
         factor = self.capacity_factor
-        require(factor > 0, "moe.capacity_factor", factor, "above 0", "try 1.25")
+        require(factor > 0, "model.moe.capacity_factor", factor, "above 0", "try 1.25")
         for name in ("capacity_factor", "drop_policy"):
             default = type(self).__dataclass_fields__[name].default
             require(
                 capacity or getattr(self, name) == default,
-                f"moe.{name}",
+                f"model.moe.{name}",
                 getattr(self, name),
                 f"the default with dispatcher {self.dispatcher}, which drops nothing",
                 "use dispatcher capacity or drop it",
             )
         require(
             not (capacity and self.allow_expanded_products),
-            "moe.allow_expanded_products",
+            "model.moe.allow_expanded_products",
             True,
             "False with dispatcher capacity, which expands nothing",
             "drop it",

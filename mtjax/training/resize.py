@@ -28,6 +28,7 @@ from mtjax.training import routers
 from mtjax.training.feed import Feed
 from mtjax.training.state import Setup, make_setup
 from mtjax.training.step import StepInput, abstract_batch, evaluation_sums
+from mtjax.training.upcycle import NEWEST, require_run
 
 NAME = "checkpoint.resize_from"
 KEPT = (
@@ -59,12 +60,10 @@ def open_source(config: Config) -> Source:
         ValueError: there is none, or its experts can't become those of `config`.
         CheckpointMismatch: the models differ in more than their experts.
     """
+    require_run(NAME, config.checkpoint.resize_from)
     folder = Path(config.checkpoint.resize_from) / "checkpoints"
-    fix = "give the folder of a run with experts (its --run.directory)"
-    require(folder.is_dir(), NAME, config.checkpoint.resize_from, "the folder of a run", fix)
-    reader = Checkpointer(folder, CheckpointConfig(), {})
+    reader = Checkpointer(folder, NEWEST, {})
     step = reader.latest_step()
-    require(step is not None, NAME, config.checkpoint.resize_from, "a run with a checkpoint", fix)
     assert step is not None
     saved = reader.saved_config(step)
     source = Source(folder, step, _experts_of(saved, folder))

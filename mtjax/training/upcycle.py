@@ -15,12 +15,29 @@ from jax.sharding import Mesh
 from mtjax.checkpoint.manager import Checkpointer
 from mtjax.checkpoint.manifest import build_manifest
 from mtjax.config import Config
+from mtjax.config.check import require
 from mtjax.config.checkpoint import CheckpointConfig
 from mtjax.config.model import ModelConfig
 from mtjax.config.moe import MoeConfig
 from mtjax.models.decoder import block_groups
 from mtjax.parallel.stack import Params
 from mtjax.training.state import Setup, make_setup
+
+
+def require_run(name: str, folder: str) -> None:
+    """Refuse, before anything is compiled, a folder to start from that holds no checkpoint.
+
+    Raises:
+        ValueError: naming the option `name`.
+    """
+    saved = Path(folder) / "checkpoints"
+    require(
+        saved.is_dir() and Checkpointer(saved, NEWEST, {}).latest_step() is not None,
+        name,
+        folder,
+        "the folder of a run that saved a checkpoint",
+        "give its --run.directory",
+    )
 
 
 def upcycled(config: Config, mesh: Mesh, setup: Setup, fresh: Params) -> Params:

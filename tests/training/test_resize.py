@@ -202,7 +202,14 @@ def test_settings_without_sense_are_refused_before_any_device(tmp_path, settings
         validate(tiny(tmp_path, **({"checkpoint__resize_from": "runs/x"} | settings)))
 
 
-def test_a_folder_without_a_run_is_refused_before_anything_is_compiled(tmp_path):
-    config = tiny(tmp_path / "run", checkpoint__resize_from=str(tmp_path / "none"), **FOUR)
-    with pytest.raises(ValueError, match=r"resize_from: got .*give the folder of a run"):
+@pytest.mark.parametrize("option", ["resize_from", "upcycle_from"])
+@pytest.mark.parametrize("made", [(), ("empty",), ("empty", "empty/checkpoints")])
+def test_a_folder_without_a_checkpoint_is_refused_before_anything_is_compiled(
+    tmp_path, option, made
+):
+    for name in made:
+        (tmp_path / name).mkdir()
+    source = {f"checkpoint__{option}": str(tmp_path / "empty")}
+    config = tiny(tmp_path / "run", **source, **FOUR)
+    with pytest.raises(ValueError, match=rf"{option}: got .*a run that saved a checkpoint"):
         Trainer(validate(dataclasses.replace(config, mesh=MeshConfig(data=8))))
