@@ -12,7 +12,7 @@ from mtjax.checkpoint.manifest import CheckpointMismatch
 from mtjax.config import AttentionConfig, ModelConfig, MoeConfig, TrainConfig, validate
 from mtjax.config.mesh import MeshConfig
 from mtjax.operation.metrics import read_metrics
-from mtjax.parallel.stack import forward, init_params
+from mtjax.parallel.stack import abstract_params, forward
 from mtjax.sharding import unbox
 from mtjax.training import loop
 from mtjax.training.loop import Trainer
@@ -28,7 +28,6 @@ SMALL = ModelConfig(
     ffn_dim=24,
     attention=AttentionConfig(num_heads=2, backend="xla"),
     mlp_bias=True,
-    init_std=0.4,
 )
 
 
@@ -42,9 +41,9 @@ def hidden(moe, params):
 
 def drawn(moe):
     """Random parameters, biases included."""
-    params = unbox(init_params(dataclasses.replace(SMALL, moe=moe), jax.random.key(0)))
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda p: p + np.float32(0.1 * rng.normal(size=p.shape)), params)
+    shapes = unbox(abstract_params(dataclasses.replace(SMALL, moe=moe)))
+    return jax.tree.map(lambda s: np.float32(0.4 * rng.normal(size=s.shape)), shapes)
 
 
 def by_name(tree):
@@ -54,6 +53,10 @@ def by_name(tree):
     }
 
 
+def resize(params, chosen, noise):
+    return jax.jit(lambda p: with_chosen(p, chosen, noise, jax.random.key(1)))(params)
+
+
 def copied(params, num, noise=0.0):
     """With `num` experts in each layer."""
 
@@ -61,7 +64,7 @@ def copied(params, num, noise=0.0):
         return {n: choose(np.ones((2, u["moe"]["up"].shape[1])), num) for n, u in units.items()}
 
     chosen = {group: index(units) for group, units in params["blocks"].items()}
-    return with_chosen(params, chosen, noise, jax.random.key(1))
+    return resize(params, chosen, noise)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,7 @@ def test_pruning_keeps_the_most_used_of_each_layer_in_their_order():
     assert choose(load, 3).tolist() == [[0, 1, 3], [0, 1, 2]]
     params = drawn(MoeConfig(num_experts=5))
     chosen = {"group0": {"block0": choose(load, 3)}}
-    pruned = with_chosen(params, chosen, 0.5, jax.random.key(0))
+    pruned = resize(params, chosen, 0.5)
     own, old = (by_name(tree["blocks"]["group0"]["block0"]["moe"]) for tree in (pruned, params))
     np.testing.assert_array_equal(own["down"][0], old["down"][0, [0, 1, 3]])
     np.testing.assert_array_equal(own["up_bias"][1], old["up_bias"][1, [0, 1, 2]])
