@@ -105,7 +105,8 @@ def _saved_bytes(config: Config) -> float:
             inputs = model.ffn_dim + 2 * model.embed_dim * tensor
         kept = sum(sizes.values()) + inputs
     per_token = (model.embed_dim + kept) / tensor
-    return _tokens(config) * per_token * compute
+    saved = _tokens(config) * per_token * compute
+    return saved + (_score_bytes(config) / 2 if train.remat == "none" else 0.0)
 
 
 def _block_bytes(config: Config) -> float:
@@ -128,7 +129,7 @@ def _block_bytes(config: Config) -> float:
 def _score_bytes(config: Config) -> float:
     """Attention weights of one block where XLA computes them: float32 and rounded, and cotangents.
 
-    None where "auto" takes cuDNN, which it does not for values of another width than keys.
+    None where "auto" takes cuDNN, which it does not for latent attention.
     """
     model, mesh = config.model, config.mesh
     attention = model.attention

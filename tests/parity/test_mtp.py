@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mtjax.config import MoeConfig, MtpConfig, OptimizerConfig
+from mtjax.operation.metrics import METRICS
 from tests.parity.layouts import (
     TOLERANCE,
     assert_close,
@@ -82,6 +83,7 @@ def test_steps_move_modules_and_their_biases_alike(optimizer):
     config = dataclasses.replace(FEATURES["experts, packed"], optimizer=optimizer)
     state, metrics = run_steps(config, "data=2,expert=2,tensor=2,microbatches=4", 2)
     expected, expected_metrics = run_steps(config, "data=1", 2)
+    assert "train/mtp_loss" in metrics and set(metrics) <= set(METRICS)
     for name, value in expected_metrics.items():
         np.testing.assert_allclose(metrics[name], value, rtol=3e-5, err_msg=name)
     bias = expected.params["mtp"]["block"]["moe"]["router"]["bias"]

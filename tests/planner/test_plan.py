@@ -131,6 +131,15 @@ def test_the_formula_of_memory_knows_latents_and_modules_of_multi_token_predicti
     assert more - parts["saved activations"] == 2 * 4096 * (512 + 1536) * 62
 
 
+def test_the_formula_of_memory_knows_who_writes_attention_weights():
+    """Kept where nothing is recomputed: per query and key four bytes and two."""
+    base = on_mesh(tensor=2)
+    base = dataclasses.replace(base, train=dataclasses.replace(base.train, remat="none"))
+    written = dataclasses.replace(base, model=base.model.with_attention("xla"))
+    with_them, without = (estimate_memory(c)["saved activations"] for c in (written, base))
+    assert with_them - without == (4 + 2) * LAYERS * BATCH / 2 * SEQ**2 * HEADS / 2
+
+
 def test_formulas_of_split_sequences():
     """As fsdp for weights and tokens; keys and values go round on top."""
     whole, split = on_mesh(fsdp=2), on_mesh(context=2)
