@@ -1,5 +1,7 @@
 """Routers by hand: small numbers, formulas in numpy, published examples."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +103,22 @@ def test_sinkhorn_chooses_by_the_plan_in_training_and_weights_by_the_bare_probab
         assert loads.max() < 0.7 * before.max()
     np.testing.assert_array_equal(weights, np.take_along_axis(p, experts, axis=-1))
     assert np.all(np.isfinite(weights))
+
+
+def test_a_layer_balances_by_sinkhorn_where_it_has_keys_which_training_gives_it():
+    moe = MoeConfig(num_experts=4, top_k=1, router="sinkhorn", renormalize=False)
+    model = ModelConfig(embed_dim=4, attention=AttentionConfig(num_heads=1), moe=moe)
+    assert model.random_in_training
+    assert not dataclasses.replace(model, moe=MoeConfig()).random_in_training
+    x_BTD = jax.random.normal(jax.random.key(0), (2, 64, 4)).at[..., 0].set(1.0)
+    params = {"params": {"kernel": jnp.eye(4).at[0].set(jnp.array([2.0, 0.0, 0.0, 0.0]))}}
+    counts, keys = jnp.ones((2, 64), bool), jax.random.split(jax.random.key(1), 2)
+    in_use, in_training = (
+        Router(model).apply(params, x_BTD, counts, None, k)[1].load for k in (None, keys)
+    )
+    assert jnp.max(in_use) > 100
+    # Rounding to one expert each leaves a little.
+    assert jnp.max(in_training) < 1.5 * 128 / 4
 
 
 def test_sinkhorn_with_one_expert_weights_it_by_its_sigmoid():
