@@ -166,7 +166,7 @@ class AttentionConfig:
             "0 turns it off",
         )
         if self.mla.kv_rank:
-            direct = ("num_kv_heads", "head_dim", "qkv_bias", "qk_norm")
+            direct = ("num_kv_heads", "head_dim", "qkv_bias", "qk_norm", "sinks")
             condition = f"model.attention.mla.kv_rank is {self.mla.kv_rank}"
             require_defaults(self, "model.attention", direct, condition)
 

@@ -195,5 +195,6 @@ def assert_gradients_are_those_of_one_device(config: Config, text: str, toleranc
     """Loss sums and every gradient leaf."""
     sums, gradients = first_gradients(config, text)
     expected_sums, expected_gradients = first_gradients(config, "data=1")
-    np.testing.assert_allclose(sums, expected_sums, rtol=tolerance)
+    for ours, theirs in zip(jax.tree.leaves(sums), jax.tree.leaves(expected_sums), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance)
     assert_close(gradients, expected_gradients, tolerance)

@@ -27,7 +27,13 @@ from tests.parity.layouts import (
 
 FLOAT32 = QuantizeConfig(compute="fp32")
 ENDS = QuantizeConfig(compute="fp32", first_bf16_layers=1, last_bf16_layers=1)
-EXPERTS = MoeConfig(num_experts=8, balance_coefficient=0.1, capacity_factor=0.7, shared_ffn_dim=24)
+EXPERTS = MoeConfig(
+    num_experts=8,
+    balance_coefficient=0.1,
+    balance_scope="sequence",
+    capacity_factor=0.7,
+    shared_ffn_dim=24,
+)
 
 
 def model(precision, quantize=FLOAT32, **settings):
