@@ -52,8 +52,8 @@ def find_recipe(name: str) -> Path:
         if (folder / file).is_file():
             return folder / file
     known = sorted({p.name for f in recipe_folders() for p in f.glob("*.py") if p.name[0] != "_"})
-    close = difflib.get_close_matches(file, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    close = difflib.get_close_matches(file[:-3], [each[:-3] for each in known], n=1)
+    hint = f"did you mean {close[0]}.py?" if close else f"known are {', '.join(known)}"
     raise ValueError(f"--config: got {name!r}, expected a file or a recipe of configs/; {hint}")
 
 

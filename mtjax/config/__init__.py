@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import field
 
-from mtjax.config.check import config_class, require
+from mtjax.config.check import config_class, require, require_defaults
 from mtjax.config.checkpoint import CheckpointConfig
 from mtjax.config.context import check_context
 from mtjax.config.data import DataConfig
@@ -150,6 +150,14 @@ def validate(config: Config) -> Config:
         "xla or auto while activations are fp32",
         "cuDNN attention computes in bf16 and fp16",
     )
+    require(
+        model.mtp.depth < train.seq_len,
+        "model.mtp.depth",
+        model.mtp.depth,
+        f"less than train.seq_len ({train.seq_len}), or a module has nothing to predict",
+        "lower it",
+    )
+    _check_saved_names(config)
     _check_quantization(config)
     _check_upcycling(config)
     _check_resizing(config)
@@ -157,35 +165,46 @@ def validate(config: Config) -> Config:
     return config
 
 
+def _check_saved_names(config: Config) -> None:
+    """Check that layers of this model have the tensors that rematerialisation is to keep."""
+    model = config.model
+    experts = (model.moe.num_experts > 0, "a model with experts")
+    needs = {
+        "latent": (model.attention.mla.kv_rank > 0, "latent attention"),
+        "expert_in": experts,
+        "expert_out": experts,
+        "quantized": (config.quantized, f"a precision among {', '.join(QUANTIZED)}"),
+    }
+    for field_name in ("remat_save", "remat_offload"):
+        for name in getattr(config.train, field_name):
+            present, what = needs.get(name, (True, ""))
+            require(
+                present,
+                f"train.{field_name}",
+                name,
+                f"names of tensors that this model has; this one takes {what}",
+                "leave the name out",
+            )
+
+
 def _check_quantization(config: Config) -> None:
     quantize, moe = config.quantize, config.model.moe
     if not config.quantized:
-        require(
-            quantize == QuantizeConfig(),
-            "quantize",
-            quantize,
-            f"the defaults while precision is {config.precision!r}, which quantises nothing",
-            f"set precision to one of {', '.join(QUANTIZED)} or drop the quantize settings",
-        )
-        require(
-            "quantized" not in (*config.train.remat_save, *config.train.remat_offload),
-            "train.remat_save",
-            "quantized",
-            f"other names while precision is {config.precision!r}, which quantises nothing",
-            "set precision to fp8 or drop the name",
-        )
+        names = [field.name for field in dataclasses.fields(quantize)]
+        condition = f"precision is {config.precision!r}, which quantises nothing"
+        require_defaults(quantize, "quantize", names, condition)
         return
     kept = quantize.first_bf16_layers + quantize.last_bf16_layers
     require(
         kept < config.model.num_layers,
-        "quantize.first_bf16_layers",
+        "quantize.first_bf16_layers + quantize.last_bf16_layers",
         kept,
-        f"with last_bf16_layers fewer than model.num_layers ({config.model.num_layers})",
+        f"fewer than model.num_layers ({config.model.num_layers})",
         "to quantise nothing, set precision to bf16",
     )
     require(
         kept == 0 or config.mesh.pipeline == 1,
-        "quantize.first_bf16_layers",
+        "quantize.first_bf16_layers + quantize.last_bf16_layers",
         kept,
         "0 with a pipeline, whose stages run the same program",
         "quantise all layers, or leave mesh.pipeline at 1",

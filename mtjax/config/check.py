@@ -61,7 +61,7 @@ def require_defaults(config: Any, prefix: str, names: Iterable[str], condition: 
             f"{prefix}.{name}",
             getattr(config, name),
             f"the default ({defaults[name]!r}), because nothing reads it while {condition}",
-            "drop it",
+            f"drop it, or set it to {defaults[name]!r}",
         )
 
 

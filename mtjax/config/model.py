@@ -316,10 +316,10 @@ class ModelConfig:
         with_experts = sum(moe.has_experts(layer) for layer in range(self.num_layers))
         require(
             with_experts > 0,
-            "model.moe.first_dense",
-            (moe.first_dense, moe.every),
-            f"first_dense and every that leave experts in some of {self.num_layers} layers",
-            "lower them",
+            "model.moe.first_dense and model.moe.every",
+            f"{moe.first_dense} and {moe.every}",
+            f"numbers that leave experts in some of {self.num_layers} layers",
+            "lower one of them",
         )
         require(
             moe.ffn_dim is None or with_experts < self.num_layers,

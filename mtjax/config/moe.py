@@ -143,7 +143,7 @@ class MoeConfig:
                 f"model.moe.{config_field.name}",
                 value,
                 f"{config_field.default!r} while model.moe.num_experts is 0, a dense model",
-                "set model.moe.num_experts or drop it",
+                f"set model.moe.num_experts, or this to {config_field.default!r}",
             )
 
     def _check_balance(self) -> None:
@@ -191,7 +191,7 @@ class MoeConfig:
             "model.moe.renormalize",
             self.renormalize,
             "True with router softmax_after_topk, whose weights add up to 1 by themselves",
-            "drop it or use router softmax",
+            "set it to True or use router softmax",
         )
         require(
             not self.score_bias or self.router == "sigmoid",
@@ -232,7 +232,7 @@ class MoeConfig:
                 f"model.moe.{name}",
                 getattr(self, name),
                 f"0 with router {self.router}, which evens out loads by itself",
-                "drop it or use router softmax",
+                "set it to 0 or use router softmax",
             )
         require(
             self.num_groups == 1,
@@ -263,7 +263,7 @@ class MoeConfig:
             "model.moe.dispatcher",
             self.dispatcher,
             "capacity, whose buffers the experts of router expert_choice just fill, or allgather",
-            "drop it",
+            "set it to capacity",
         )
         require_defaults(
             self,
@@ -322,14 +322,14 @@ class MoeConfig:
                 f"model.moe.{name}",
                 getattr(self, name),
                 f"the default with dispatcher {self.dispatcher}, which drops nothing",
-                "use dispatcher capacity or drop it",
+                f"use dispatcher capacity, or set this to {default!r}",
             )
         require(
             not (capacity and self.allow_expanded_products),
             "model.moe.allow_expanded_products",
             True,
             "False with dispatcher capacity, which expands nothing",
-            "drop it",
+            "set it to False",
         )
 
     @property

@@ -20,6 +20,6 @@ class MtpConfig:
     def __post_init__(self) -> None:
         require(self.depth >= 0, "model.mtp.depth", self.depth, "at least 0", "0 is none")
         if self.depth == 0:
-            require_defaults(self, "model.mtp", ["coefficient"], "depth is 0")
+            require_defaults(self, "model.mtp", ["coefficient"], "model.mtp.depth is 0")
         value = self.coefficient
         require(value > 0, "model.mtp.coefficient", value, "above 0", "set depth to 0 for none")

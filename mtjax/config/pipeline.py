@@ -1,9 +1,10 @@
 """How the layers are dealt out over the pipeline axis, and in which order microbatches run."""
 
+import dataclasses
 import itertools
 from typing import Literal
 
-from mtjax.config.check import config_class, require
+from mtjax.config.check import config_class, require, require_defaults
 from mtjax.config.model import ModelConfig
 from mtjax.config.training import TrainConfig
 
@@ -78,13 +79,8 @@ def check_pipeline(
         ValueError: the settings need a pipeline and there is none, or they don't fit.
     """
     if num_stages == 1:
-        require(
-            pipeline == PipelineConfig(),
-            "pipeline",
-            pipeline,
-            "the defaults while mesh.pipeline is 1",
-            "set mesh.pipeline to the number of stages or drop the pipeline settings",
-        )
+        names = [field.name for field in dataclasses.fields(pipeline)]
+        require_defaults(pipeline, "pipeline", names, "mesh.pipeline is 1")
         return
     interleaved = pipeline.schedule == "interleaved_1f1b"
     require(

@@ -247,16 +247,16 @@ class TrainConfig:
             "train.sample_prompt",
             self.sample_prompt,
             "a text exactly when train.sample_tokens is set",
-            "set both or neither",
+            "set both, or neither: 0 and an empty text",
         )
 
     def _check_remat(self) -> None:
         default = TrainConfig.__dataclass_fields__["remat_save"].default
         require(
             self.remat == "selective" or (self.remat_save == default and not self.remat_offload),
-            "train.remat_save",
-            (self.remat_save, self.remat_offload),
-            f"the defaults while train.remat is {self.remat!r}",
+            "train.remat_offload" if self.remat_offload else "train.remat_save",
+            self.remat_offload or self.remat_save,
+            f"the default while train.remat is {self.remat!r}",
             "set train.remat to selective",
         )
         for name in (*self.remat_save, *self.remat_offload):

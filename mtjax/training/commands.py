@@ -40,7 +40,7 @@ def evaluate(config: Config, split: SplitName, compare: bool = False) -> int:
         params = checkpointer.restore_params(setup.abstract.params, step)
         metrics = Evaluator(resolved, mesh, setup, split).run(params)
         if is_main_process():
-            print(f"checkpoint of step {step}, {split} split")
+            print(f"checkpoint of step {step}, {split} split, precision {config.precision}")
             for name, value in metrics.items():
                 print(f"  {name}  {value:.6g}")
         if compare:

@@ -34,7 +34,7 @@ from mtjax.training.resize import open_source, resized
 from mtjax.training.sample import check_sample, draw_sample
 from mtjax.training.state import Setup, TrainState, create_state, make_setup
 from mtjax.training.step import COMPUTE_DTYPES, Limits, Metrics, jit_train_step
-from mtjax.training.upcycle import require_run, upcycled
+from mtjax.training.upcycle import check_source, upcycled
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Trainer:
         if self.start_step is None and config.checkpoint.resize_from:
             self.resize_source = open_source(config)
         if self.start_step is None and config.checkpoint.upcycle_from:
-            require_run("checkpoint.upcycle_from", config.checkpoint.upcycle_from)
+            check_source(config)
         self.setup = make_setup(self.config, self.mesh)
         if self.start_step is not None:
             check_steps(config.train.steps, self.start_step)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from mtjax.checkpoint.manager import Checkpointer
 from mtjax.checkpoint.manifest import build_manifest, compare
 from mtjax.config import Config
-from mtjax.config.check import require
+from mtjax.config.check import require, require_defaults
 from mtjax.config.checkpoint import CheckpointConfig
 from mtjax.config.moe import MoeConfig
 from mtjax.layers.init import normal
@@ -68,6 +68,9 @@ def open_source(config: Config) -> Source:
     saved = reader.saved_config(step)
     source = Source(folder, step, _experts_of(saved, folder))
     _check_experts(source, config.model.moe)
+    if config.model.moe.num_experts < source.moe.num_experts:
+        condition = f"there are fewer experts than in {NAME}, so none is copied"
+        require_defaults(config.checkpoint, "checkpoint", ["resize_noise"], condition)
     compare(
         {"config": saved},
         _manifest(_before(config, source)),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mtjax.checkpoint.manager import Checkpointer
-from mtjax.checkpoint.manifest import build_manifest
+from mtjax.checkpoint.manifest import build_manifest, compare
 from mtjax.config import Config
 from mtjax.config.check import require
 from mtjax.config.checkpoint import CheckpointConfig
@@ -40,6 +40,50 @@ def require_run(name: str, folder: str) -> None:
     )
 
 
+def check_source(config: Config) -> None:
+    """Check the run of checkpoint.upcycle_from before anything is compiled. Reads no array.
+
+    Raises:
+        ValueError: it has no checkpoint, or experts of its own, or feed-forward parts of another
+            width.
+        CheckpointMismatch: the models differ in more than experts.
+    """
+    name, folder = "checkpoint.upcycle_from", config.checkpoint.upcycle_from
+    require_run(name, folder)
+    reader = Checkpointer(Path(folder) / "checkpoints", NEWEST, {})
+    step = reader.latest_step()
+    assert step is not None
+    saved = reader.saved_config(step)
+    model = saved.get("model", {})
+    require(
+        not model.get("moe", {}).get("num_experts"),
+        name,
+        folder,
+        "the run of a dense model",
+        "start from one with experts with checkpoint.resize_from",
+    )
+    require(
+        model.get("ffn_dim") == config.model.ffn_dim,
+        "model.ffn_dim",
+        config.model.ffn_dim,
+        f"{model.get('ffn_dim')}, as in {name}, whose feed-forward parts the experts copy",
+        "set it so",
+    )
+    compare(
+        {"config": saved},
+        build_manifest(dataclasses.asdict(_twin(config)), config.mesh.sizes),
+        where=f"step {step} of {name}",
+        allow=config.checkpoint.allow_changes,
+        only="config.model",
+    )
+
+
+def _twin(config: Config) -> Config:
+    """The same without experts, reading the newest checkpoint."""
+    model = dataclasses.replace(config.model, moe=MoeConfig())
+    return dataclasses.replace(config, model=model, checkpoint=NEWEST)
+
+
 def upcycled(config: Config, mesh: Mesh, setup: Setup, fresh: Params) -> Params:
     """Parameters from the newest checkpoint in checkpoint.upcycle_from, routers from `fresh`.
 
@@ -47,9 +91,7 @@ def upcycled(config: Config, mesh: Mesh, setup: Setup, fresh: Params) -> Params:
         FileNotFoundError: no checkpoint there.
         CheckpointMismatch: it is not of the same model without experts.
     """
-    dense = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, moe=MoeConfig()), checkpoint=NEWEST
-    )
+    dense = _twin(config)
     manifest = build_manifest(dataclasses.asdict(dense), config.mesh.sizes)
     folder = Path(config.checkpoint.upcycle_from) / "checkpoints"
     abstract = make_setup(dense, mesh).abstract.params

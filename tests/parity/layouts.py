@@ -22,6 +22,7 @@ from mtjax.config import (
 )
 from mtjax.config import on_layout as config_on_layout
 from mtjax.config.mesh import parse_layout
+from mtjax.operation.metrics import METRICS
 from mtjax.sharding import make_mesh
 from mtjax.training.state import init_state, make_setup
 from mtjax.training.step import (
@@ -166,6 +167,7 @@ def run_steps(config: Config, text: str, steps: int, limits=NO_LIMITS, **state_c
     step = _step(config, text)
     for _ in range(steps):
         state, metrics = step(state, batch, limits)
+    assert set(metrics) <= set(METRICS), "a run could not write all of them"
     return jax.device_get((state, metrics))
 
 
