@@ -65,7 +65,7 @@ INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
         ),
         (
             {"num_stages": 1, "schedule": "gpipe"},
-            r"pipeline.schedule: got .gpipe., expected the default .*, .* while mesh.pipeline is 1; drop",
+            r"pipeline.schedule: got .gpipe., expected the default .* while mesh.pipeline is 1",
         ),
         (
             {"model": {"vocab_multiple": 6}},
