@@ -111,13 +111,7 @@ LAYOUTS = [
     "data=4,tensor=2,microbatches=4",
     PARTS,
 ]
-SLOW = [
-    ("whole batch balanced, dense layer first", "expert=4"),
-    ("DeepSeek", "data=2,fsdp=2,expert=2,microbatches=4"),
-    ("dropless", "data=4,tensor=2,microbatches=4"),
-    ("allgather", "expert=8,microbatches=4"),
-    *QUICK[1:],
-]
+SLOW = [("DeepSeek", "data=2,fsdp=2,expert=2,microbatches=4"), *QUICK[1:]]
 CASES = [
     QUICK[0],
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),

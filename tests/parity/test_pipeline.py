@@ -59,13 +59,13 @@ MODELS = {
 }
 CASES = [
     ("8 layers", "pipeline=8,microbatches=4"),
-    ("8 layers", "data=2,pipeline=4,microbatches=8"),
-    ("8 layers", "pipeline=2,fsdp=2,tensor=2,microbatches=4"),
     ("8 layers", "pipeline=4,tensor=2,schedule=gpipe,microbatches=4"),
     ("8 layers", "data=2,pipeline=2,tensor=2,chunks=2,microbatches=4"),
     ("GPT-2, 5 layers", "pipeline=4,tensor=2,microbatches=4"),
 ]
-SLOW = [
+NIGHTLY = [
+    ("8 layers", "data=2,pipeline=4,microbatches=8"),
+    ("8 layers", "pipeline=2,fsdp=2,tensor=2,microbatches=4"),
     ("packed, a window pattern, 7 layers", "data=2,pipeline=2,fsdp=2,microbatches=4"),
     ("8 layers by hand", "pipeline=4,tensor=2,microbatches=4"),
     ("8 layers, selective remat", "pipeline=2,tensor=2,fsdp=2,chunks=2,microbatches=4"),
@@ -86,8 +86,8 @@ SLOW = [
 ]
 ALL = [
     *CASES[:1],
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:] + SLOW[:3]),
-    *(pytest.param(*case, marks=pytest.mark.nightly) for case in SLOW[3:]),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:]),
+    *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY),
 ]
 
 
@@ -161,7 +161,7 @@ def test_an_evaluation_in_a_pipeline_has_the_loss_of_one_device(layout):
     ("layout", "active"),
     [
         ("pipeline=4,microbatches=8", 3),
-        pytest.param("pipeline=2,chunks=2,microbatches=8", 3, marks=pytest.mark.slow),
+        pytest.param("pipeline=2,chunks=2,microbatches=8", 3, marks=pytest.mark.nightly),
         pytest.param("pipeline=4,schedule=gpipe,microbatches=8", 5, marks=pytest.mark.nightly),
     ],
 )
