@@ -1,6 +1,7 @@
-"""Step time of a Llama-shaped model on the devices present, cuDNN beside XLA attention.
+"""Step time of a Llama-shaped model on the devices present: cuDNN beside XLA attention, and
+quantised products beside bf16.
 
-The backends take turns in one process, so that their ratio holds on a noisy machine. The default
+The variants take turns in one process, so that their ratios hold on a noisy machine. The default
 shape, 1.35 B parameters at 4096 tokens, is meant for one GPU with 80 GB and more.
 
     python benchmarks/device_step.py
@@ -27,7 +28,7 @@ from mtjax.training.state import create_state, make_setup
 from mtjax.training.step import Limits, abstract_batch
 
 
-def make_config(args: argparse.Namespace, backend: str) -> Config:
+def make_config(args: argparse.Namespace, backend: str, precision: str) -> Config:
     """A Llama block of the asked width, heads of 64."""
     heads = args.embed // 64 or 1
     model = ModelConfig(
@@ -42,6 +43,7 @@ def make_config(args: argparse.Namespace, backend: str) -> Config:
         mesh=MeshConfig(fsdp=-1),
         data=DataConfig(separate_documents=False),
         train=TrainConfig(seq_len=args.seq, batch_size=args.batch, remat="selective"),
+        precision=precision,
     )
 
 
@@ -78,16 +80,22 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=8 * jax.device_count())
-    parser.add_argument("--rounds", type=int, default=10, help="steps per backend")
+    parser.add_argument("--rounds", type=int, default=10, help="steps per variant")
     args = parser.parse_args()
     device = jax.devices()[0]
-    backends = ["cudnn", "xla"] if device.platform == "gpu" else ["xla"]
-    runs = {name: make_run(make_config(args, name)) for name in backends}
+    on_gpu = device.platform == "gpu"
+    best = "cudnn" if on_gpu else "xla"
+    variants = [(best, "bf16"), (best, "fp8"), (best, "fp8_rowwise")]
+    variants += [("xla", "bf16")] if on_gpu else []
+    runs = {
+        f"{backend} {precision}": make_run(make_config(args, backend, precision))
+        for backend, precision in variants
+    }
     times: dict[str, list[float]] = {name: [run()] for name, (run, _) in runs.items()}
     for _ in range(args.rounds):
         for name, (run, _) in runs.items():
             times[name].append(run())
-    model = make_config(args, backends[0]).model
+    model = make_config(args, *variants[0]).model
     tokens = args.batch * args.seq
     work = flops_per_token(model, args.seq) * tokens / jax.device_count()
     peak = peak_flops(device.device_kind, "bfloat16")
@@ -98,14 +106,13 @@ def main() -> int:
         step = statistics.median(values[1:])
         mfu = "n/a" if peak is None else f"{work / step / peak:.1%}"
         print(
-            f"attention {name:<6} step {step:.4f} s  {tokens / step:,.0f} tokens/s  MFU {mfu}  "
+            f"{name:<18} step {step:.4f} s  {tokens / step:,.0f} tokens/s  MFU of bf16 {mfu}  "
             f"{runs[name][1]}"
         )
-    if len(backends) == 2:
-        ratio = statistics.median(
-            x / c for x, c in zip(times["xla"][1:], times["cudnn"][1:], strict=True)
-        )
-        print(f"xla / cudnn, step by step: {ratio:.3f}")
+    first, *others = times
+    for name in others:
+        pairs = zip(times[name][1:], times[first][1:], strict=True)
+        print(f"{name} / {first}, step by step: {statistics.median(a / b for a, b in pairs):.3f}")
     print(f"FLOPs: {CONVENTION}")
     return 0
 
