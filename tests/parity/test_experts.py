@@ -184,7 +184,7 @@ def test_initial_states_are_bit_equal(layout):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("data=2,expert=2,tensor=2,microbatches=1", marks=pytest.mark.slow),
+        pytest.param("data=2,expert=2,tensor=2,microbatches=1", marks=pytest.mark.nightly),
         "data=2,expert=2,tensor=2,microbatches=4",
         pytest.param("data=2,pipeline=2,expert=2,microbatches=4", marks=pytest.mark.nightly),
     ],

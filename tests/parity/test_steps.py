@@ -30,8 +30,8 @@ ADAMW = dataclasses.replace(changed(), optimizer=OptimizerConfig(learning_rate=1
         *(
             pytest.param(name, marks=marker)
             for names, marker in (
-                (("adafactor", "muon"), pytest.mark.slow),
-                (("lion", "sgd"), pytest.mark.nightly),
+                (("muon",), pytest.mark.slow),
+                (("adafactor", "lion", "sgd"), pytest.mark.nightly),
             )
             for name in names
         ),
@@ -70,6 +70,7 @@ def test_a_spike_leaves_every_shard_as_it_was(limits):
 FP16 = dataclasses.replace(changed(), precision="fp16")
 
 
+@pytest.mark.slow
 def test_fp16_with_loss_scaling_steps_alike_on_a_mixed_mesh():
     """Half precision rounds to 5e-4; the loss is a mean over many tokens."""
     scale = LossScale(np.float32(2.0**10), np.int32(0))
@@ -91,7 +92,12 @@ def test_an_fp16_overflow_on_one_shard_halves_the_scale_of_all():
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("fsdp=2,tensor=2", marks=pytest.mark.nightly), "data=2,tensor=2", MIXED]
+    "layout",
+    [
+        pytest.param("fsdp=2,tensor=2", marks=pytest.mark.nightly),
+        pytest.param("data=2,tensor=2", marks=pytest.mark.nightly),
+        MIXED,
+    ],
 )
 def test_bf16_gradients_are_those_of_one_device_but_for_rounding(layout):
     """One device and each mesh are about 2e-2 from the float32 gradients: at most twice that apart.

@@ -155,6 +155,7 @@ def small_gpu(gib):
     return Place(Target(gpu, 1, 8), 8, virtual=False)
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_told_what_helps(h200_mesh):
     place = small_gpu(2.05)
     config = place.resolve(dataclasses.replace(on_mesh(data=8)))
@@ -180,6 +181,7 @@ def test_every_mesh_of_the_devices_is_a_candidate_or_counted():
     assert fixed == [c for c in found if c.config.mesh.tensor == 2] and fixed
 
 
+@pytest.mark.slow
 def test_a_search_ranks_what_fits_and_prints_the_command(h200_mesh):
     ranking = search_layouts(BASE, small_gpu(80), max_compiles=2, time_limit_s=300)
     assert len(ranking.tried) == 2 and not ranking.failed

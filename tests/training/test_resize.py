@@ -129,6 +129,7 @@ def source(tmp_path_factory):
     return folder, [r for r in result.metrics if "eval/loss" in r][-1]["eval/loss"], result
 
 
+@pytest.mark.slow
 def test_a_run_with_twice_the_experts_goes_on_on_a_mesh_that_the_first_does_not_fit(
     source, tmp_path, capsys
 ):

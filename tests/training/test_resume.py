@@ -93,6 +93,7 @@ def test_resumes_around_an_epoch_boundary_change_no_bit(tmp_path, short_text, st
     assert_same(resumed, straight)
 
 
+@pytest.mark.slow
 def test_a_resume_in_the_middle_of_packing_changes_no_bit(tmp_path, documents):
     straight, resumed = straight_and_resumed(
         tmp_path,
@@ -107,6 +108,7 @@ def test_a_resume_in_the_middle_of_packing_changes_no_bit(tmp_path, documents):
     assert_same(resumed, straight)
 
 
+@pytest.mark.slow
 def test_a_resume_with_a_ramp_fp16_and_the_spike_guard_changes_no_bit(tmp_path):
     straight, resumed = straight_and_resumed(
         tmp_path,
@@ -128,6 +130,7 @@ def test_a_resume_changes_no_bit_of_an_optimizer_with_two_parts(tmp_path):
     assert_same(resumed, straight)
 
 
+@pytest.mark.slow
 def test_a_run_of_eight_devices_goes_on_with_two_and_then_with_one(tmp_path):
     straight = run(tiny(tmp_path / "straight", train__steps=6))
     saved = run(tiny(tmp_path / "moved", train__steps=2, mesh__fsdp=4, mesh__tensor=2))

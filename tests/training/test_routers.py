@@ -49,6 +49,7 @@ def test_the_loss_is_cross_entropy_plus_the_weighted_router_losses(scope):
     assert 0 < metrics["moe/entropy"] <= np.log(4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["sequence", "global"])
 def test_neither_microbatches_nor_padding_rows_change_router_losses(scope):
     """Two rows alone, or with two rows of padding, in one part or four."""
