@@ -157,7 +157,7 @@ def without_biases(gradients):
     return {n: leaf for n, leaf in by_name(gradients).items() if not n.endswith("router.bias")}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dispatchers_that_drop_nothing_agree_on_a_mesh():
     found = {
         name: first_gradients(FEATURES[name], layout)

@@ -107,7 +107,7 @@ def test_memory_of_1f1b_is_the_same_for_32_and_128_microbatches(compiled):
     assert two_stages < some, "fewer stages ahead, fewer microbatches to keep"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_chunks_per_stage_keep_less_than_one(compiled):
     """23 halves of a stage instead of 15 whole ones."""
     whole, halves = (
@@ -118,7 +118,7 @@ def test_two_chunks_per_stage_keep_less_than_one(compiled):
     assert whole - halves > 0.8 * saved
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pipeline_inside_data_moves_weights_once_per_step_outside_all_loops(compiled):
     """Interleaved chunks are dealt out by one all-to-all each way; see mtjax.training.pipelined."""
     summary = compiled("data=2,pipeline=2,tensor=2,chunks=2,microbatches=4").summary

@@ -91,7 +91,7 @@ PIPELINE = {"mesh__pipeline": 2, "train__microbatches": 4, "model__num_layers": 
     "mesh",
     [
         {"mesh__data": 2} | SAMPLE,
-        pytest.param({"mesh__fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param({"mesh__fsdp": 2}, marks=pytest.mark.nightly),
         pytest.param(PIPELINE | SAMPLE, marks=pytest.mark.slow),
     ],
 )
