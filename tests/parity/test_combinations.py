@@ -139,7 +139,9 @@ def check_initial_weights(feature, layout):
         assert np.array_equal(state[name], leaf), f"initial {name} differs"
 
 
-ALL = CASES + [pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY]
+ALL = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES] + [
+    pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY
+]
 
 
 @pytest.mark.parametrize(("feature", "layout"), ALL)

@@ -49,6 +49,7 @@ def test_hidden_states_are_those_of_the_dense_model(settings):
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_loss_of_the_dense_run_on_any_mesh(tmp_path, monkeypatch):
     dense = run(tiny(tmp_path / "dense", train__steps=3, model__dropout=0.0), monkeypatch)
     config = tiny(
