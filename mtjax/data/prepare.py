@@ -4,6 +4,7 @@ import multiprocessing
 import multiprocessing.pool
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -58,6 +59,7 @@ def main(config: PrepareConfig) -> int:
     )
     temporary = f"{strip_suffix(config.output)}.partial"
     with (
+        _removed_on_failure(temporary),
         Progress(*columns) as progress,
         IndexedWriter(temporary, best_dtype(tokenizer.vocab_size)) as writer,
     ):
@@ -85,6 +87,17 @@ def main(config: PrepareConfig) -> int:
         Path(temporary + suffix).replace(output + suffix)
     print(f"{documents} documents, {writer.num_tokens} tokens: {output}.bin, {output}.idx")
     return 0
+
+
+@contextmanager
+def _removed_on_failure(prefix: str) -> Iterator[None]:
+    """As the writer does by itself, but for a signal between its opening of a file and its block."""
+    try:
+        yield
+    except BaseException:
+        for suffix in (".bin", ".idx"):
+            Path(prefix + suffix).unlink(missing_ok=True)
+        raise
 
 
 def _encoded(config: PrepareConfig) -> Iterator[tuple[Block, tuple[np.ndarray, bool]]]:
