@@ -91,7 +91,7 @@ def main(config: PrepareConfig) -> int:
 
 @contextmanager
 def _removed_on_failure(prefix: str) -> Iterator[None]:
-    """As the writer does by itself, but for a signal between its opening of a file and its block."""
+    """As the writer does itself, but also for a signal just behind its opening of a file."""
     try:
         yield
     except BaseException:
