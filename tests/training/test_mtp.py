@@ -140,7 +140,7 @@ def test_modules_are_stacked_by_depth():
     ("make", "message"),
     [
         (lambda: MtpConfig(depth=-1), r"model\.mtp\.depth: got -1"),
-        (lambda: MtpConfig(coefficient=0.1), r"model\.mtp\.coefficient: .* depth is 0"),
+        (lambda: MtpConfig(coefficient=0.1), r"model\.mtp\.coefficient: .*depth is 0"),
         (lambda: MtpConfig(depth=1, coefficient=0.0), "above 0"),
         (
             lambda: changed(mtp=MTP, position="learned", max_positions=16),
