@@ -115,7 +115,7 @@ def _product(how: _How, x: Operand, kernel: tuple[Any, Quantized, Quantized | No
     outs = carrier.ndim - nb - how.num_in
     values = _gather(how, w.values)
     y = _dot(x.forward.values, values, dims, carrier.dtype, "default")
-    return _scaled(y, carrier.dtype, _x_scale(x.forward, tokens, outs), _w_scale(how, w, tokens))
+    return _scaled(y, carrier.dtype, _fit(x.forward.scale, tokens, outs), _w_scale(how, w, tokens))
 
 
 def _forward(how, x, kernel):
@@ -130,7 +130,7 @@ def _backward(how, saved, g):
     nb, tokens = how.num_batch, x.values.ndim - how.num_in
     outs = g.ndim - tokens
     batch = tuple(range(nb))
-    x_scale, w_scale = _x_scale(x, tokens, outs), _w_scale(how, w, tokens)
+    x_scale, w_scale = _fit(x.scale, tokens, outs), _w_scale(how, w, tokens)
     out_dims, token_dims = tuple(range(tokens, g.ndim)), tuple(range(nb, tokens))
     g_in, g_w = _round_gradient(how, g, out_dims, token_dims, x_scale, w_scale)
 
@@ -213,11 +213,6 @@ def _scaled(y: jax.Array, dtype: Any, *scales: Any) -> jax.Array:
             # In the dtype of y: exact for powers of two, and XLA makes them part of the product.
             y = y * no_dims_of_one(scale).astype(y.dtype)
     return y.astype(dtype)
-
-
-def _x_scale(x: Quantized, tokens: int, outs: int) -> Any:
-    """The scale of activations, in the dims of the result."""
-    return _fit(x.scale, tokens, outs)
 
 
 def _fit(scale: Any, tokens: int, others: int) -> Any:

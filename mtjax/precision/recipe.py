@@ -6,8 +6,6 @@ A product has three operands: activations x, weights w and, backward, the gradie
 from dataclasses import dataclass
 from typing import Literal
 
-import jax.numpy as jnp
-
 from mtjax.config.precision import QuantizedPrecision
 
 Sharing = Literal["tensor", "row", "tile", "block"]
@@ -86,8 +84,3 @@ RECIPES: dict[str, Recipe] = {
     "nvfp4": Recipe("nvfp4", *_same(E2M1, "tile", 16), scaled_tiles=True),
     "int8": Recipe("int8", *_same(INT8, "row")),
 }
-
-
-def storage_dtype(format: Format) -> jnp.dtype:
-    """The array dtype of a format."""
-    return jnp.dtype(format.dtype)

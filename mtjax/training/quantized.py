@@ -40,12 +40,12 @@ def quantize_blocks(
         for begin, end, quantized in _segments(config, group):
             segments.append(
                 {
-                    place: jax.tree.map(
-                        _rounding(config, recipe, begin, end, quantized[p]),
-                        *(tree[place] for tree in trees),
+                    f"block{place}": jax.tree.map(
+                        _rounding(config, recipe, begin, end, quantized[place]),
+                        *(tree[f"block{place}"] for tree in trees),
                         is_leaf=is_boxed,
                     )
-                    for p, place in enumerate(sorted(boxes[name], key=lambda n: int(n[5:])))
+                    for place in range(len(group.unit))
                 }
             )
         groups[name] = segments[0] if len(segments) == 1 else tuple(segments)

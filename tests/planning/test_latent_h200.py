@@ -12,7 +12,6 @@ from mtjax.config import (
     TrainConfig,
 )
 from mtjax.planner.program import build_step
-from mtjax.planning.compile import cuda_plugin_missing
 from mtjax.planning.targets import parse_target
 
 pytestmark = pytest.mark.nightly
@@ -23,9 +22,7 @@ BF16 = 2
 
 
 @pytest.fixture(scope="module")
-def summary():
-    if missing := cuda_plugin_missing():
-        pytest.skip(missing)
+def summary(h200_mesh):
     config = Config(
         model=ModelConfig(
             vocab_size=4096,
