@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from mtjax.config.data import PrepareConfig, TokenizerName
 from mtjax.data.documents import Block, check_path, read_blocks
 from mtjax.data.indexed import IndexedWriter, best_dtype, strip_suffix
 from mtjax.data.tokenizers import Tokenizer, make_tokenizer
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Job(NamedTuple):
@@ -60,13 +63,14 @@ def main(config: PrepareConfig) -> int:
     temporary = f"{strip_suffix(config.output)}.partial"
     with (
         _removed_on_failure(temporary),
+        _workers(config.workers) as pool,
         Progress(*columns) as progress,
         IndexedWriter(temporary, best_dtype(tokenizer.vocab_size)) as writer,
     ):
         task = progress.add_task("", total=total_bytes, documents=0)
         documents = 0
         parts: list[np.ndarray] = []
-        for block, (ids, last) in _encoded(config):
+        for block, (ids, last) in _encoded(config, pool):
             parts.append(ids)
             progress.advance(task, len(block.text.encode()))
             if last:
@@ -100,7 +104,9 @@ def _removed_on_failure(prefix: str) -> Iterator[None]:
         raise
 
 
-def _encoded(config: PrepareConfig) -> Iterator[tuple[Block, tuple[np.ndarray, bool]]]:
+def _encoded(
+    config: PrepareConfig, pool: multiprocessing.pool.Pool | None
+) -> Iterator[tuple[Block, tuple[np.ndarray, bool]]]:
     """Each block with its token ids, in order."""
     settings = (config.tokenizer, config.tokenizer_path, config.eod_token)
     blocks = (
@@ -108,23 +114,44 @@ def _encoded(config: PrepareConfig) -> Iterator[tuple[Block, tuple[np.ndarray, b
         for path in config.paths
         for block in read_blocks(config.source, path, config.text_field)
     )
-    if config.workers == 1:
+    if pool is None:
         for block in blocks:
             yield block, _encode(_Job(*settings, block))
         return
-    # spawn: the parent may hold threads (grain, rich), which fork would copy in a broken state.
-    with multiprocessing.get_context("spawn").Pool(
-        # Ctrl-C reaches the whole process group; the parent is the one that answers.
-        config.workers,
-        signal.signal,
-        (signal.SIGINT, signal.SIG_IGN),
-    ) as pool:
-        # imap reads ahead without limit; a bounded window keeps memory in check.
-        window: list[tuple[Block, multiprocessing.pool.AsyncResult]] = []
-        for block in blocks:
-            window.append((block, pool.apply_async(_encode, (_Job(*settings, block),))))
-            if len(window) > 8 * config.workers:
-                block, result = window.pop(0)
-                yield block, result.get()
-        for block, result in window:
+    # imap reads ahead without limit; a bounded window keeps memory in check.
+    window: list[tuple[Block, multiprocessing.pool.AsyncResult]] = []
+    for block in blocks:
+        window.append((block, pool.apply_async(_encode, (_Job(*settings, block),))))
+        if len(window) > 8 * config.workers:
+            block, result = window.pop(0)
             yield block, result.get()
+    for block, result in window:
+        yield block, result.get()
+
+
+@contextmanager
+def _workers(number: int) -> Iterator[multiprocessing.pool.Pool | None]:
+    """Processes that leave stop signals to this one, or None if it does the work itself.
+
+    Ctrl-C reaches the whole process group, and a parent that stops while it starts a worker breaks
+    the pipe which that worker reads: both wait until the workers stand. To be entered before other
+    threads run, which a signal could reach instead.
+    """
+    if number == 1:
+        yield None
+        return
+    resource_tracker.ensure_running()  # whose start would unblock the signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        # spawn: the parent may hold threads (grain, rich), which fork would copy in a broken state.
+        with multiprocessing.get_context("spawn").Pool(number, _leave_to_parent) as pool:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+            yield pool
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+
+
+def _leave_to_parent() -> None:
+    """In a worker, which starts with the parent's blocked signals; SIGTERM is how a pool ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
