@@ -52,11 +52,22 @@ def quantize_blocks(
     return groups
 
 
-def quantized_share(config: Config, box: Boxed) -> float:
-    """Share of the layers in which a kernel of the blocks is quantised."""
+def quantize_modules(
+    config: Config, boxes: Any, masters: Any, computed: Any, stored: Any, used: Any
+) -> Any:
+    """The same of the modules of multi-token prediction, which go with the model's last layer."""
+    depth, last = config.model.mtp.depth, config.quantize.last_bf16_layers == 0
+    one = _rounding(config, RECIPES[config.precision], 0, depth, last)
+    return jax.tree.map(one, boxes, masters, computed, stored, used, is_leaf=is_boxed)
+
+
+def quantized_share(config: Config, part: str, box: Boxed) -> float:
+    """Share of the layers in which a kernel of a part of the model ("blocks") is quantised."""
     quantize, layers = config.quantize, config.model.num_layers
     if not config.quantized or box.product is None or box.product.role not in quantize.roles:
         return 0.0
+    if part == "mtp":
+        return float(quantize.last_bf16_layers == 0)
     return 1 - (quantize.first_bf16_layers + quantize.last_bf16_layers) / layers
 
 

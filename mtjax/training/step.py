@@ -34,7 +34,7 @@ from mtjax.training.losses import LossSums, linear_cross_entropy, loss_config
 from mtjax.training.mtp import MtpSums, targets_ahead, with_mtp_loss
 from mtjax.training.optimizer import make_schedule
 from mtjax.training.pipelined import pipelined_loss_and_gradients, pipelined_sums
-from mtjax.training.quantized import join_segments, quantize_blocks
+from mtjax.training.quantized import join_segments, quantize_blocks, quantize_modules
 from mtjax.training.state import LossScale, Setup, TrainState
 
 COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
@@ -163,8 +163,10 @@ def gather_params(config: Config, setup: Setup, mesh: Mesh, params: Params) -> P
         used,
     )
     if config.quantized:
-        trees = (tree["blocks"] for tree in (setup.boxes, params, computed, stored, used))
-        computed["blocks"] = quantize_blocks(config, *trees)
+        for part, quantize in (("blocks", quantize_blocks), ("mtp", quantize_modules)):
+            if part in computed:
+                trees = (tree[part] for tree in (setup.boxes, params, computed, stored, used))
+                computed[part] = quantize(config, *trees)
     return computed
 
 
