@@ -18,6 +18,7 @@ from mtjax.precision.product import QuantizedKernel
 from mtjax.training.step import gather_params
 from tests.parity.layouts import (
     TOLERANCE,
+    assert_close,
     assert_gradients_are_those_of_one_device,
     by_name,
     changed,
@@ -106,6 +107,34 @@ def test_loss_and_gradients_are_those_of_one_device(precision, features, layout)
     tolerance = 1e-3 if precision == "int8" else TOLERANCE
     config = model(precision, **MODELS[features])
     assert_gradients_are_those_of_one_device(config, layout, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dispatcher", "layout"),
+    [
+        ("fp8", "dropless", "expert=2,tensor=2"),
+        ("fp8", "allgather", "expert=2,tensor=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ("fp8_rowwise", "dropless", "fsdp=2,expert=2,tensor=2"),
+                ("fp8_rowwise", "allgather", "data=2,expert=2,tensor=2,microbatches=4"),
+                ("int8", "dropless", "data=1"),
+                ("int8", "allgather", "data=1"),
+                ("fp8", "dropless", "pipeline=2,expert=2,tensor=2,microbatches=4"),
+            )
+        ),
+    ],
+)
+def test_dispatchers_agree_where_no_token_is_dropped(precision, dispatcher, layout):
+    """On any layout with the capacity dispatcher on one device."""
+    moe = dataclasses.replace(EXPERTS, capacity_factor=8.0)
+    layers = 2 if "pipeline" in layout else 1
+    sums, expected = first_gradients(model(precision, moe=moe, num_layers=layers), "data=1")
+    assert np.sum(sums.router["group0"]["block0"].dropped) == 0
+    other = dataclasses.replace(moe, capacity_factor=1.25, dispatcher=dispatcher)
+    _, gradients = first_gradients(model(precision, moe=other, num_layers=layers), layout)
+    assert_close(by_name(gradients), by_name(expected), TOLERANCE)
 
 
 def rounded(params):
