@@ -18,8 +18,9 @@ from mtjax.sharding import Names, all_mesh_axes, axis_size, manual_axes, reshard
 
 
 def held(leaf: jax.Array) -> Names:
-    """Logical dims of a kernel or bias on the devices that use it."""
-    return ("experts", *[None] * (leaf.ndim - 1))
+    """Logical dims of a kernel or bias on the devices that use it; what all experts of a layer
+    share has one dim."""
+    return () if leaf.ndim == 1 else ("experts", *[None] * (leaf.ndim - 1))
 
 
 def hold(kernel: Any, names: Names) -> Any:
@@ -30,7 +31,7 @@ def hold(kernel: Any, names: Names) -> Any:
         own = (n if size > 1 else None for n, size in zip(names, leaf.shape, strict=True))
         return reshard(leaf, tuple(own), held(leaf))
 
-    return jax.tree.map(one, kernel)
+    return kernel.map_kernel(one) if isinstance(kernel, QuantizedKernel) else one(kernel)
 
 
 def num_experts(kernels: dict[str, Any]) -> int:
@@ -43,7 +44,7 @@ def round_tokens(x_BTD: jax.Array, kernel: Any) -> jax.Array | Operand:
     if not isinstance(kernel, QuantizedKernel) or kernel.recipe.emulated:
         return x_BTD
     axes = manual_axes("batch")
-    return round_activation(kernel.recipe, x_BTD, 1, Placement(axes, axes))
+    return round_activation(kernel, x_BTD, 1, Placement(axes, axes))
 
 
 def by_token(f: Callable[[jax.Array], jax.Array], x: Any) -> Any:
@@ -79,5 +80,5 @@ def _quantized_product(
     x = x_ECD
     if recipe.emulated:  # tiles end where a sequence does, however many are here
         x = x.reshape(x.shape[0], -1, capacity, x.shape[-1])
-    y = product(round_activation(recipe, x, 1, place), kernel_EDF, place, num_batch=1)
+    y = product(round_activation(kernel_EDF, x, 1, place), kernel_EDF, place, num_batch=1)
     return y.reshape(*x_ECD.shape[:2], -1)

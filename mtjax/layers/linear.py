@@ -57,16 +57,17 @@ class Gathered:
         """In the dtype that it came in."""
         return reshard(self.split, _SPLIT, _WHOLE)
 
-    def rounded(self, recipe: Recipe) -> Operand:
-        """As operand of quantised products."""
+    def rounded(self, kernel: QuantizedKernel) -> Operand:
+        """As operand of quantised products with this kernel, and those of its recipe."""
+        recipe = kernel.recipe
         if recipe not in self._rounded:
-            x = round_activation(recipe, shard(self.split, *_SPLIT), 1, placement())
+            x = round_activation(kernel, shard(self.split, *_SPLIT), 1, placement())
             forward, backward = jax.tree.map(self._gather, (x.forward, x.backward))
             # Each device adds up its parts of the gradient from all projections, which then are
             # summed and scattered once: in the carrier they are apart.
             parts = (math.prod(axis_size(axis) for axis in mesh_axes("act_ffn")), *x.carrier.shape)
             carrier = shard(jnp.broadcast_to(self.whole, parts), "act_ffn", *_WHOLE)
-            self._rounded[recipe] = Operand(carrier, forward, backward)
+            self._rounded[recipe] = Operand(carrier, forward, backward, x.record)
         return self._rounded[recipe]
 
     def _gather(self, leaf: jax.Array) -> jax.Array:
@@ -122,8 +123,8 @@ class Linear(nn.Module):
         if isinstance(kernel, QuantizedKernel):
             place = placement(self.names)
             if isinstance(x, Gathered):
-                return product(x.rounded(kernel.recipe), kernel, place)
-            rounded = round_activation(kernel.recipe, x, self.num_in, place)
+                return product(x.rounded(kernel), kernel, place)
+            rounded = round_activation(kernel, x, self.num_in, place)
             return product(rounded, kernel, place, self.num_in)
         x = x.whole if isinstance(x, Gathered) else x
         contract = (tuple(range(x.ndim - self.num_in, x.ndim)), tuple(range(self.num_in)))

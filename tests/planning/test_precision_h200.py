@@ -105,7 +105,7 @@ def test_weights_are_rounded_before_the_loop_over_microbatches(h200_mesh):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("precision", ["fp8", "fp8_rowwise", "int8"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8_delayed", "fp8_rowwise", "int8"])
 @pytest.mark.parametrize(
     "layout",
     ["fsdp=8", "tensor=8", "fsdp=2,tensor=4", "pipeline=2,fsdp=4,microbatches=4",
