@@ -46,11 +46,10 @@ def quantize(
 
 
 def quantize_by(scale: jax.Array, x: jax.Array, format: Format) -> Quantized:
-    """Round `x` with a scale that is known before it, a scalar."""
-    values = _cast(x.astype(jnp.float32) / scale, format)
-    # Beside the cast, which need not wait for it.
-    scale = jnp.where(jnp.all(jnp.isfinite(x)), scale, jnp.nan)
-    return Quantized(values, scale.reshape((1,) * x.ndim))
+    """Round `x` with a scale that is known before it, a scalar. What is not finite becomes NaN by
+    itself, so that nothing waits for a reduction."""
+    scaled = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / scale, jnp.nan)
+    return Quantized(_cast(scaled, format), scale.reshape((1,) * x.ndim))
 
 
 def no_dims_of_one(scale: jax.Array) -> jax.Array:

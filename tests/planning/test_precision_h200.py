@@ -104,6 +104,20 @@ def test_weights_are_rounded_before_the_loop_over_microbatches(h200_mesh):
     assert "f8e4m3fn" in step.dtypes
 
 
+@pytest.mark.slow
+def test_delayed_scales_wait_for_no_other_device(h200_mesh):
+    """Each layer reports its largest values, once and by the way; with scales from the values at
+    hand every input and gradient waits for a maximum over all devices."""
+
+    def maxima(precision):
+        summary = compiled(precision, "fsdp=2,tensor=4")
+        assert_layers_multiply_in_8_bits(summary)
+        assert_what_is_gathered_has_8_bits(summary)
+        return len(summary.collectives("all-reduce", inside_loop=True))
+
+    assert maxima("fp8_delayed") <= 3 < maxima("fp8")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["fp8", "fp8_delayed", "fp8_rowwise", "int8"])
 @pytest.mark.parametrize(
