@@ -92,6 +92,11 @@ class Config:
         """Whether the products of layers run on operands of less than 16 bits."""
         return self.precision in QUANTIZED
 
+    @property
+    def unquantized(self) -> "Config":
+        """The same with all products in the compute dtype."""
+        return dataclasses.replace(self, precision=self.compute_dtype, quantize=QuantizeConfig())
+
 
 def on_layout(config: Config, layout: Layout) -> Config:
     """The same run on another mesh, without the settings of axes that it lacks."""

@@ -21,12 +21,14 @@ class QuantizeConfig:
     than 16 bits. Router, norms, embedding, output head and attention's own products never do."""
 
     roles: tuple[Role, ...] = ROLES
-    """qkv: projections into attention; attention_out: the one out of it; ffn_in and ffn_out: those
-    into and out of feed-forward parts and experts."""
+    """qkv: projections into attention, from latents too; attention_out: the one out of it; ffn_in
+    and ffn_out: those into and out of feed-forward parts and experts; ffn_in is also what joins
+    hidden state and token in the modules of multi-token prediction."""
     first_bf16_layers: int = 0
     """Layers at the bottom whose products stay in the compute dtype."""
     last_bf16_layers: int = 0
-    """Layers at the top whose products stay in the compute dtype."""
+    """Layers at the top whose products stay in the compute dtype; the modules of multi-token
+    prediction are treated as the last layer."""
     bf16_layers: tuple[int, ...] = ()
     """Indices of further layers, from 0, whose products stay in the compute dtype."""
     compute: Literal["bf16", "fp32"] = "bf16"

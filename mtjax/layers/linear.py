@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.config.precision import Role
 from mtjax.layers.init import normal
@@ -41,34 +42,63 @@ def named(
     return lambda key, shape, dtype: Boxed(init(key, shape, dtype), names, use)
 
 
-class Gathered:
-    """Input of several projections, split over the sequence, which each needs whole.
+class Shared:
+    """Input of several projections, split over the sequence: rounded once for all of them.
+
+    `name`: what rematerialisation knows it by, if anything.
+    """
+
+    def __init__(self, x_BTD: jax.Array, name: str | None = None) -> None:
+        self.split = x_BTD
+        self.name = name
+        self._rounded: dict[Recipe, Operand] = {}
+
+    @property
+    def value(self) -> jax.Array:
+        """In the dtype that it came in."""
+        return self.split
+
+    def rounded(self, kernel: QuantizedKernel) -> Operand:
+        """As operand of quantised products with this kernel, and those of its recipe."""
+        if kernel.recipe not in self._rounded:
+            self._rounded[kernel.recipe] = self._round(kernel)
+        return self._rounded[kernel.recipe]
+
+    def _round(self, kernel: QuantizedKernel) -> Operand:
+        x_BTD = shard(self._named(self.split), *_SPLIT)
+        return round_activation(kernel, x_BTD, 1, placement())
+
+    def _named(self, x_BTD: jax.Array) -> jax.Array:
+        return x_BTD if self.name is None else checkpoint_name(x_BTD, self.name)
+
+
+class Gathered(Shared):
+    """The same of projections which each need the whole sequence.
 
     Gathered in the format that they multiply it in (all-gather over tensor, Korthikanti et al.
     2022), once for all of them.
     """
 
-    def __init__(self, x_BTD: jax.Array) -> None:
-        self.split = x_BTD
-        self._rounded: dict[Recipe, Operand] = {}
+    def __init__(self, x: jax.Array | Shared, name: str | None = None) -> None:
+        self._shared = x if isinstance(x, Shared) else Shared(x, name)
+        super().__init__(self._shared.split, self._shared.name)
 
     @cached_property
-    def whole(self) -> jax.Array:
-        """In the dtype that it came in."""
-        return reshard(self.split, _SPLIT, _WHOLE)
+    def _whole(self) -> jax.Array:
+        return self._named(reshard(self.split, _SPLIT, _WHOLE))
 
-    def rounded(self, kernel: QuantizedKernel) -> Operand:
-        """As operand of quantised products with this kernel, and those of its recipe."""
-        recipe = kernel.recipe
-        if recipe not in self._rounded:
-            x = round_activation(kernel, shard(self.split, *_SPLIT), 1, placement())
-            forward, backward = jax.tree.map(self._gather, (x.forward, x.backward))
-            # Each device adds up its parts of the gradient from all projections, which then are
-            # summed and scattered once: in the carrier they are apart.
-            parts = (math.prod(axis_size(axis) for axis in mesh_axes("act_ffn")), *x.carrier.shape)
-            carrier = shard(jnp.broadcast_to(self.whole, parts), "act_ffn", *_WHOLE)
-            self._rounded[recipe] = Operand(carrier, forward, backward, x.record)
-        return self._rounded[recipe]
+    @property
+    def value(self) -> jax.Array:
+        return self._whole
+
+    def _round(self, kernel: QuantizedKernel) -> Operand:
+        x = self._shared.rounded(kernel)
+        forward, backward = jax.tree.map(self._gather, (x.forward, x.backward))
+        # Each device adds up its parts of the gradient from all projections, which then are
+        # summed and scattered once: in the carrier they are apart.
+        parts = (math.prod(axis_size(axis) for axis in mesh_axes("act_ffn")), *x.carrier.shape)
+        carrier = shard(jnp.broadcast_to(self._whole, parts), "act_ffn", *_WHOLE)
+        return Operand(carrier, forward, backward, x.record)
 
     def _gather(self, leaf: jax.Array) -> jax.Array:
         """Of values and row scales; one scale for the tensor is everywhere."""
@@ -99,8 +129,8 @@ class Linear(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array | Gathered) -> jax.Array:
-        shape = x.split.shape if isinstance(x, Gathered) else x.shape
+    def __call__(self, x: jax.Array | Shared) -> jax.Array:
+        shape = x.split.shape if isinstance(x, Shared) else x.shape
         use = None if self.role is None else Product(self.role, self.num_in)
         kernel = self.param(
             "kernel",
@@ -119,13 +149,13 @@ class Linear(nn.Module):
         )
         return y + bias.astype(y.dtype)
 
-    def _multiply(self, x: jax.Array | Gathered, kernel: Any) -> jax.Array:
+    def _multiply(self, x: jax.Array | Shared, kernel: Any) -> jax.Array:
         if isinstance(kernel, QuantizedKernel):
             place = placement(self.names)
-            if isinstance(x, Gathered):
+            if isinstance(x, Shared):
                 return product(x.rounded(kernel), kernel, place)
             rounded = round_activation(kernel, x, self.num_in, place)
             return product(rounded, kernel, place, self.num_in)
-        x = x.whole if isinstance(x, Gathered) else x
+        x = x.value if isinstance(x, Shared) else x
         contract = (tuple(range(x.ndim - self.num_in, x.ndim)), tuple(range(self.num_in)))
         return jax.lax.dot_general(x, kernel.astype(x.dtype), (contract, ((), ())))

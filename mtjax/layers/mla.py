@@ -6,6 +6,8 @@ doesn't, in the half-split layout of `apply_rope`; published DeepSeek weights ha
 interleaved, which is another order of the same columns of queries and keys.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -14,12 +16,14 @@ from jax.ad_checkpoint import checkpoint_name
 from mtjax.config.model import ModelConfig
 from mtjax.layers.attention import BlockInputs, Cache, attend_heads, out_projection
 from mtjax.layers.init import normal
-from mtjax.layers.linear import Linear, named
+from mtjax.layers.linear import Gathered, Linear, Shared, named, placement
 from mtjax.layers.norm import RMSNorm
 from mtjax.layers.rope import apply_rope
-from mtjax.sharding import reshard, shard
+from mtjax.precision.product import QuantizedKernel, product
+from mtjax.sharding import Names, Product, reshard, shard
 
 _HEADS = ("batch", "seq", "act_heads", None)
+_UP = ("latent", "heads", "head_dim")
 
 
 class LatentAttention(nn.Module):
@@ -38,30 +42,33 @@ class LatentAttention(nn.Module):
     ) -> tuple[jax.Array, Cache | None]:
         model, mla = self.model, self.model.attention.mla
         assert inputs.rope is not None, "the config asks for position rope"
-        q_nope, q_rope = jnp.split(self._queries(x_BTD), (mla.nope_dim,), axis=-1)
+        shared_BTD = Shared(x_BTD)
+        q_nope, q_rope = jnp.split(self._queries(shared_BTD), (mla.nope_dim,), axis=-1)
         q_rope = apply_rope(q_rope, inputs.rope)
-        latent_BTR = self._latent("kv", mla.kv_rank, x_BTD)
-        shared = Linear((mla.rope_dim,), ("embed", None), model.init_std, name="key_rope")(x_BTD)
-        k_rope_BT1H = apply_rope(_whole(shared)[:, :, None], inputs.rope)
-        key_RNH = self._from_latent("key", mla.nope_dim).astype(x_BTD.dtype)
-        value_RNH = self._from_latent("value", mla.value_dim).astype(x_BTD.dtype)
+        latent_BTR = self._latent("kv", mla.kv_rank, shared_BTD)
+        k_rope = self._project("key_rope", (mla.rope_dim,), ("embed", None))(shared_BTD)
+        k_rope_BT1H = apply_rope(_whole(k_rope)[:, :, None], inputs.rope)
+        key_RNH = self._from_latent("key", mla.nope_dim)
+        value_RNH = self._from_latent("value", mla.value_dim)
 
         if cache is None:
-            k_nope = jnp.einsum("BTR,RNH->BTNH", latent_BTR, key_RNH)
+            k_nope = _heads(latent_BTR, key_RNH)
             k_rope = jnp.broadcast_to(k_rope_BT1H, (*k_nope.shape[:-1], mla.rope_dim))
             q_BTNH, k_BTNH, v_BTNH = (
                 checkpoint_name(shard(t, *_HEADS), "qkv")
                 for t in (
                     jnp.concatenate([q_nope, q_rope], axis=-1),
                     jnp.concatenate([k_nope, k_rope], axis=-1),
-                    jnp.einsum("BTR,RNH->BTNH", latent_BTR, value_RNH),
+                    _heads(latent_BTR, value_RNH),
                 )
             )
             out_BTNH = attend_heads(model, self.window, q_BTNH, k_BTNH, v_BTNH, inputs)
         else:
             # (q U) . c = q . (U c): queries meet the cached latents themselves, as in multi-query
             # attention, and no key or value of an earlier token is made again.
-            offset, cache = cache.length, cache.append(latent_BTR[:, :, None], k_rope_BT1H)
+            key_RNH, value_RNH = (kernel.astype(x_BTD.dtype) for kernel in (key_RNH, value_RNH))
+            latents = latent_BTR.value[:, :, None]
+            offset, cache = cache.length, cache.append(latents, k_rope_BT1H)
             c_BS1R, k_rope = (x.astype(x_BTD.dtype) for x in (cache.keys, cache.values))
             q_BTNR = jnp.einsum("BTNH,RNH->BTNR", q_nope, key_RNH)
             q = jnp.concatenate([q_BTNR, q_rope], axis=-1)
@@ -70,32 +77,38 @@ class LatentAttention(nn.Module):
             out_BTNH = jnp.einsum("BTNR,RNH->BTNH", out_BTNR, value_RNH)
         return out_projection(model)(out_BTNH), cache
 
-    def _queries(self, x_BTD: jax.Array) -> jax.Array:
-        model, rank = self.model, self.model.attention.mla.q_rank
-        if rank:
-            latent_BTR = self._latent("query", rank, x_BTD)
-        else:
-            latent_BTR = reshard(x_BTD, ("batch", "seq_sp", None), ("batch", "seq", None))
-        return Linear(
-            (model.attention.num_heads, model.head_dim),
-            ("latent" if rank else "embed", "heads", "head_dim"),
-            model.init_std,
-            name="query",
-        )(latent_BTR)
+    def _project(self, name: str, out_shape: tuple[int, ...], names: Names) -> Linear:
+        return Linear(out_shape, names, self.model.init_std, "qkv", name=name)
 
-    def _latent(self, name: str, rank: int, x_BTD: jax.Array) -> jax.Array:
+    def _queries(self, x_BTD: Shared) -> jax.Array:
+        model, rank = self.model, self.model.attention.mla.q_rank
+        shape = (model.attention.num_heads, model.head_dim)
+        if not rank:
+            project = self._project("query", shape, ("embed", "heads", "head_dim"))
+            return project(Gathered(x_BTD))
+        return self._project("query", shape, _UP)(self._latent("query", rank, x_BTD))
+
+    def _latent(self, name: str, rank: int, x_BTD: Shared) -> Gathered:
         """A normalised latent of every token."""
         model = self.model
-        down = Linear((rank,), ("embed", "latent"), model.init_std, name=f"{name}_down")
+        down = self._project(f"{name}_down", (rank,), ("embed", "latent"))
         norm = RMSNorm(model.norm_epsilon, model.norm_unit_offset, name=f"{name}_norm")
-        return checkpoint_name(_whole(norm(down(x_BTD))), "latent")
+        return Gathered(norm(down(x_BTD)), "latent")
 
-    def _from_latent(self, name: str, width: int) -> jax.Array:
+    def _from_latent(self, name: str, width: int) -> Any:
         """Kernel [R, N, H] from the latent of keys and values to all heads."""
         model = self.model
-        init = named(normal(model.init_std), ("latent", "heads", "head_dim"))
+        init = named(normal(model.init_std), _UP, Product("qkv", 1))
         shape = (model.attention.mla.kv_rank, model.attention.num_heads, width)
         return self.param(name, init, shape, jnp.float32)
+
+
+def _heads(latent_BTR: Gathered, kernel_RNH: Any) -> jax.Array:
+    """Keys or values of all heads, [B, T, N, H]."""
+    if isinstance(kernel_RNH, QuantizedKernel):
+        return product(latent_BTR.rounded(kernel_RNH), kernel_RNH, placement(_UP))
+    x_BTR = latent_BTR.value
+    return jnp.einsum("BTR,RNH->BTNH", x_BTR, kernel_RNH.astype(x_BTR.dtype))
 
 
 def _whole(x_BTR: jax.Array) -> jax.Array:

@@ -35,4 +35,5 @@ class MtpModule(nn.Module):
     def _half(self, name: str, x_BTD: jax.Array) -> jax.Array:
         model = self.spec.model
         x_BTD = make_norm(model, f"{name}_norm")(shard(x_BTD, *_SPLIT))
-        return Linear((model.embed_dim,), ("embed", "residual"), model.init_std, name=name)(x_BTD)
+        names = ("embed", "residual")
+        return Linear((model.embed_dim,), names, model.init_std, "ffn_in", name=name)(x_BTD)

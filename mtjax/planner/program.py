@@ -129,7 +129,7 @@ def _compute_bytes(config: Config, boxes: Any, mesh: Any) -> int:
         jax.tree.leaves(used),
         strict=True,
     ):
-        narrow = quantized_share(config, box) if path[0].key == "blocks" else 0.0
+        narrow = quantized_share(config, path[0].key, box)
         size = math.prod(sharding.shard_shape(box.value.shape))
         total += size * (narrow + (1 - narrow) * wide)
     return round(total)

@@ -119,7 +119,7 @@ class Placement(NamedTuple):
     token_axes: tuple[str, ...]
     """Those that split the tokens which meet one kernel."""
     kernel_names: Names | None = None
-    """Logical dims of the kernel, which is gathered over those of "embed" before it is used."""
+    """Logical dims of the kernel, which is gathered over "embed" and "latent" before it is used."""
     split_gradient: bool = False
     """The gradient of the result comes split over the sequence, and is gathered once rounded."""
 
@@ -273,7 +273,8 @@ def _gather(how: _How, values: jax.Array) -> jax.Array:
     names = how.placement.kernel_names
     if names is None:
         return values
-    return reshard(values, names, tuple(None if name == "embed" else name for name in names))
+    split = ("embed", "latent")
+    return reshard(values, names, tuple(None if name in split else name for name in names))
 
 
 def _dot(a: jax.Array, b: jax.Array, dims: Any, dtype: Any, precision: str) -> jax.Array:

@@ -1,6 +1,5 @@
 """How far quantised products move loss and gradients from those in the compute dtype."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mtjax.config import Config, QuantizeConfig
+from mtjax.config import Config
 from mtjax.config.check import require
 from mtjax.config.data import SplitName
 from mtjax.config.precision import QUANTIZED
@@ -52,9 +51,7 @@ def compare_precision(
 ) -> str:
     """Loss and gradients of the first batch of a split, quantised and not, as a table."""
     batch, _ = Feed(config, mesh, split, config.train.batch_size).next()
-    plain = dataclasses.replace(
-        config, precision=config.quantize.compute, quantize=QuantizeConfig()
-    )
+    plain = config.unquantized
     (loss, gradients), (other_loss, others) = (
         _run(each, mesh, setup, params, batch) for each in (plain, config)
     )

@@ -19,7 +19,7 @@ from mtjax.precision.quantize import scale_of
 from mtjax.precision.recipe import RECIPES
 from mtjax.precision.statistics import Statistics, read
 from mtjax.sharding import Boxed, is_boxed
-from mtjax.training.quantized import is_selected
+from mtjax.training.quantized import QUANTIZED_PARTS, is_selected
 
 
 class Delayed(NamedTuple):
@@ -41,7 +41,8 @@ def start_delayed(config: Config, boxes: Any) -> Delayed:
             return None
         return jnp.zeros((box.value.shape[0], 2, config.quantize.amax_history), jnp.float32)
 
-    histories = {"blocks": jax.tree.map(one, boxes["blocks"], is_leaf=is_boxed)}
+    parts = {name: boxes[name] for name in QUANTIZED_PARTS if name in boxes}
+    histories = jax.tree.map(one, parts, is_leaf=is_boxed)
     return Delayed(histories, jnp.zeros(config.model.num_layers, jnp.int32))
 
 

@@ -11,6 +11,7 @@ from mtjax.precision.recipe import RECIPES
 from mtjax.precision.statistics import Statistics, read
 from mtjax.sharding import is_boxed
 from mtjax.training.delayed import Delayed, delayed_scales
+from mtjax.training.quantized import QUANTIZED_PARTS
 
 OPERANDS = ("x", "w", "g")
 
@@ -36,10 +37,11 @@ def precision_metrics(
             scale = scale.at[:, ::2].set(known)
         by_role.setdefault(box.product.role, []).append((found, scale))
 
-    blocks = boxes["blocks"]
     if scales is None:
-        scales = {"blocks": jax.tree.map(lambda _: None, blocks, is_leaf=is_boxed)}
-    jax.tree.map(one, blocks, records["blocks"], scales["blocks"], is_leaf=is_boxed)
+        scales = jax.tree.map(lambda _: None, boxes, is_leaf=is_boxed)
+    for part in QUANTIZED_PARTS:
+        if part in boxes:
+            jax.tree.map(one, boxes[part], records[part], scales[part], is_leaf=is_boxed)
     metrics = {}
     for role, kernels in by_role.items():
         found, scale = jax.tree.map(lambda *parts: jnp.concatenate(parts), *kernels)

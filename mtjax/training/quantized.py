@@ -23,6 +23,9 @@ from mtjax.precision.recipe import RECIPES, Recipe
 from mtjax.precision.statistics import report
 from mtjax.sharding import Boxed, is_boxed
 
+QUANTIZED_PARTS = ("blocks", "mtp")
+"""Of a model's parameters; a model may lack the second."""
+
 _pin = jax.lax.with_sharding_constraint
 
 
@@ -43,9 +46,7 @@ def quantize_blocks(
     layers use them; `stored` and `used` the shardings of the two; `scales` of x and g [layers, 2],
     None where they come from the values at hand.
     """
-    counted = config.quantize.statistics or config.quantize.fallback_ratio > 0
-    recipe = dataclasses.replace(RECIPES[config.precision], counted=counted)
-    recorded = recorded and (recipe.delayed or counted)
+    recipe, recorded = _recipe(config, recorded)
     groups = {}
     for i, group in enumerate(block_groups(config.model)):
         name = f"group{i}"
@@ -66,15 +67,36 @@ def quantize_blocks(
     return groups
 
 
+def quantize_modules(config: Config, *trees: Any, recorded: bool) -> Any:
+    """The same of the modules of multi-token prediction, which go with the model's last layer."""
+    recipe, recorded = _recipe(config, recorded)
+    one = _rounding(config, recipe, 0, config.model.mtp.depth, _last_is_rounded(config), recorded)
+    return jax.tree.map(one, *trees, is_leaf=is_boxed)
+
+
+def _recipe(config: Config, recorded: bool) -> tuple[Recipe, bool]:
+    """The recipe, and whether its products keep records where there is to be room for them."""
+    counted = config.quantize.statistics or config.quantize.fallback_ratio > 0
+    recipe = dataclasses.replace(RECIPES[config.precision], counted=counted)
+    return recipe, recorded and (recipe.delayed or counted)
+
+
+def _last_is_rounded(config: Config) -> bool:
+    layers = config.model.num_layers
+    return layers - 1 not in config.quantize.kept_layers(layers)
+
+
 def is_selected(config: Config, box: Boxed) -> bool:
     """Whether the role of a kernel is one that is quantised."""
     return box.product is not None and box.product.role in config.quantize.roles
 
 
-def quantized_share(config: Config, box: Boxed) -> float:
-    """Share of the layers in which a kernel of the blocks is quantised."""
+def quantized_share(config: Config, part: str, box: Boxed) -> float:
+    """Share of the layers in which a kernel of a part of the model ("blocks") is quantised."""
     if not (config.quantized and is_selected(config, box)):
         return 0.0
+    if part == "mtp":
+        return float(_last_is_rounded(config))
     layers = config.model.num_layers
     return 1 - len(config.quantize.kept_layers(layers)) / layers
 

@@ -27,7 +27,9 @@ def check_sample(config: Config) -> None:
 
 
 def draw_sample(config: Config, mesh: Mesh, setup: Setup, params: Params) -> str:
-    """The sample's prompt and its continuation by `params`, the masters."""
+    """The sample's prompt and its continuation by `params`, the masters, in the compute dtype."""
+    # One token at a time waits for memory, and latent attention reorders products.
+    config = config.unquantized
     train, tokenizer = config.train, _tokenizer(config)
     shardings = decoding_shardings(config.model, setup.boxes, mesh)
     gather = jax.jit(lambda p: gather_params(config, setup, mesh, p), out_shardings=shardings)

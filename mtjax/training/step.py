@@ -37,7 +37,12 @@ from mtjax.training.mtp import MtpSums, targets_ahead, with_mtp_loss
 from mtjax.training.optimizer import make_schedule
 from mtjax.training.pipelined import pipelined_loss_and_gradients, pipelined_sums
 from mtjax.training.precision_metrics import precision_metrics
-from mtjax.training.quantized import join_segments, quantize_blocks, without_records
+from mtjax.training.quantized import (
+    join_segments,
+    quantize_blocks,
+    quantize_modules,
+    without_records,
+)
 from mtjax.training.state import LossScale, Setup, TrainState
 
 COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
@@ -182,8 +187,10 @@ def gather_params(
         if delayed is not None:
             scales = delayed_scales(config, delayed)
         trees = (setup.boxes, params, computed, stored, used, scales)
-        blocks = (tree["blocks"] for tree in trees)
-        computed["blocks"] = quantize_blocks(config, *blocks, recorded=recorded)
+        for part, quantize in (("blocks", quantize_blocks), ("mtp", quantize_modules)):
+            if part in params:
+                own = (tree[part] for tree in trees)
+                computed[part] = quantize(config, *own, recorded=recorded)
     return computed
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.config import MoeConfig, QuantizeConfig
+from mtjax.config import MlaConfig, MoeConfig, MtpConfig, QuantizeConfig
 from mtjax.precision.product import QuantizedKernel
 from mtjax.training.step import gather_params
 from tests.parity.layouts import (
@@ -36,6 +36,12 @@ EXPERTS = MoeConfig(
     capacity_factor=0.7,
     shared_ffn_dim=24,
 )
+MLA = MlaConfig(kv_rank=16, q_rank=24, nope_dim=6, rope_dim=4, value_dim=8)
+
+
+def latent(mla, **settings):
+    heads = {"num_heads": 8, "num_kv_heads": None, "head_dim": None, "dropout": 0.0, "mla": mla}
+    return {"attention": heads, "dropout": 0.0} | settings
 
 
 def model(precision, quantize=FLOAT32, **settings):
@@ -53,11 +59,14 @@ MODELS = {
         "mlp_bias": True,
         "packed": True,
     },
+    "latent, two tokens": latent(MLA, num_layers=1, mtp=MtpConfig(depth=1), packed=True),
+    "latent of keys": latent(dataclasses.replace(MLA, q_rank=0), num_layers=2, init_std=0.08),
     "long": {"attention": {"dropout": 0.0}, "dropout": 0.0},
 }
 CI = [
     ("fp8", "dense", "data=2,pipeline=2,tensor=2,microbatches=4"),
     ("fp8", "experts", "fsdp=2,expert=2,tensor=2"),
+    ("fp8", "latent, two tokens", "data=2,fsdp=2,tensor=2,microbatches=4"),
     ("fp8_rowwise", "ends in bf16", "fsdp=2,tensor=4,microbatches=4"),
 ]
 STEPS_CI = [("experts", "data=2,pipeline=2,expert=2,microbatches=4")]
@@ -82,6 +91,11 @@ NIGHTLY = [
     ("fp8", "ends in bf16", "fsdp=8"),
     ("fp8", "f8 saved", "fsdp=2,tensor=4"),
     ("fp8", "biases, packed", "data=2,tensor=4"),
+    ("fp8", "latent, two tokens", "fsdp=2,context=2,tensor=2"),
+    ("fp8", "latent of keys", "fsdp=2,tensor=4"),
+    ("fp8", "latent of keys", "data=2,pipeline=2,tensor=2,microbatches=4"),
+    ("fp8_rowwise", "latent, two tokens", "fsdp=2,tensor=4"),
+    ("fp8_block", "latent, two tokens", "data=2,tensor=4"),
     ("fp8_rowwise", "dense", "tensor=8"),
     ("fp8_rowwise", "experts", "expert=4,tensor=2"),
     ("fp8_rowwise", "dense", "data=2,pipeline=4,microbatches=4"),
@@ -128,6 +142,39 @@ def test_delayed_scales_of_later_steps_are_those_of_one_device(features, layout)
     assert_close(state.params, expected.params, 1e-3)  # Adam's first steps amplify rounding
 
 
+def rounded(params):
+    """Names of the kernels that are."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=lambda node: isinstance(node, QuantizedKernel)
+    )
+    return {
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, leaf in leaves
+        if isinstance(leaf, QuantizedKernel)
+    }
+
+
+def test_latents_and_predictors_of_further_tokens_have_the_roles_of_others():
+    def chosen(**settings):
+        quantize = dataclasses.replace(FLOAT32, **settings)
+        config = model("fp8", quantize, **MODELS["latent, two tokens"] | {"num_layers": 2})
+        config, mesh, setup, state, _ = place(config, "fsdp=2")
+        with jax.set_mesh(mesh):
+            shapes = jax.eval_shape(lambda p: gather_params(config, setup, mesh, p), state.params)
+        return rounded(shapes["blocks"]["group0"]), rounded(shapes["mtp"])
+
+    names = ("query_down.kernel", "query.kernel", "kv_down.kernel", "key_rope.kernel", "key",
+             "value")  # fmt: skip
+    into = {f"attention.{name}" for name in names}
+    found = chosen(roles=("qkv",))
+    assert found == tuple({f"{block}.{n}" for n in into} for block in ("block0", "block"))
+    assert chosen(roles=("ffn_in",))[1] == {
+        "embedding.kernel", "hidden.kernel", "block.mlp.gate.kernel", "block.mlp.up.kernel",
+    }  # fmt: skip
+    # Modules go with the last layer.
+    assert chosen(first_bf16_layers=1)[1] and not chosen(last_bf16_layers=1)[1]
+
+
 def test_the_chosen_kernels_of_the_chosen_layers_are_rounded():
     quantize = dataclasses.replace(ENDS, roles=("qkv", "ffn_out"))
     config, mesh, setup, state, _ = place(model("fp8", quantize), "fsdp=2")
@@ -135,17 +182,6 @@ def test_the_chosen_kernels_of_the_chosen_layers_are_rounded():
         shapes = jax.eval_shape(lambda p: gather_params(config, setup, mesh, p), state.params)
     ends_and_middle = shapes["blocks"]["group0"]
     assert len(ends_and_middle) == 3
-
-    def rounded(segment):
-        leaves = jax.tree_util.tree_leaves_with_path(
-            segment, is_leaf=lambda node: isinstance(node, QuantizedKernel)
-        )
-        return {
-            jax.tree_util.keystr(path, simple=True, separator=".")
-            for path, leaf in leaves
-            if isinstance(leaf, QuantizedKernel)
-        }
-
     attention = {f"block0.attention.{name}.kernel" for name in ("query", "key", "value")}
     assert [rounded(segment) for segment in ends_and_middle] == [
         set(),

@@ -7,8 +7,10 @@ from mtjax.config import (
     AttentionConfig,
     Config,
     DataConfig,
+    MlaConfig,
     ModelConfig,
     MoeConfig,
+    MtpConfig,
     TrainConfig,
     on_layout,
     validate,
@@ -21,19 +23,36 @@ LAYERS, EMBED, FFN, SEQ, ROWS, HEADS, KV_HEADS, HEAD_DIM = 4, 1024, 2048, 1024, 
 BYTES_WIDE = 2
 KERNELS = EMBED * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * EMBED * FFN
 """Parameters of one layer's products."""
+GROUPED = AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 
 
-def compiled(precision, layout, **train):
+LATENT = {
+    "num_layers": 2,
+    "attention": AttentionConfig(
+        num_heads=HEADS,
+        mla=MlaConfig(kv_rank=128, q_rank=192, nope_dim=64, rope_dim=32, value_dim=64),
+    ),
+    "mtp": MtpConfig(depth=1),
+}
+LATENT_KERNELS = (
+    EMBED * (192 + 128 + 32)  # into the latents, and the key that rotates
+    + 192 * HEADS * (64 + 32)
+    + 128 * HEADS * (64 + 64)
+    + HEADS * 64 * EMBED
+    + 3 * EMBED * FFN
+)
+
+
+def compiled(precision, layout, model=(), **train):
     layout = parse_layout(layout)
     moe = MoeConfig(num_experts=8, capacity_factor=1.0) if layout.mesh.expert > 1 else MoeConfig()
     config = Config(
         model=ModelConfig(
             vocab_size=1024,
             embed_dim=EMBED,
-            num_layers=LAYERS,
             ffn_dim=FFN,
             moe=moe,
-            attention=AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM),
+            **{"num_layers": LAYERS, "attention": GROUPED, **dict(model)},
         ),
         data=DataConfig(separate_documents=False),
         train=TrainConfig(seq_len=SEQ, batch_size=ROWS, **train),
@@ -47,13 +66,16 @@ def is_narrow(array):
     return array.dtype.startswith("f8") or array.dtype == "s8"
 
 
-def assert_layers_multiply_in_8_bits(summary, kernels_per_token=KERNELS):
-    """All of them, forward and both gradients; and nothing else is in a layer but the router."""
+def assert_layers_multiply_in_8_bits(summary, kernels_per_token=LAYERS * KERNELS):
+    """All of them, forward and both gradients; and nothing else is in a layer but routers, and
+    attention's own products where XLA computes them."""
+    own = ("router", "BTKGH,BSKH->BKGTS", "BKGTS,BSKH->BTKGH")
     narrow = [g for g in summary.all_gemms if is_narrow(g.lhs) and is_narrow(g.rhs)]
     wide = [g for g in summary.all_gemms if g not in narrow]
-    assert [g for g in wide if "DecoderBlock" in g.op_name and "router" not in g.op_name] == []
+    in_layers = [g for g in wide if "DecoderBlock" in g.op_name or "Mtp" in g.op_name]
+    assert [g for g in in_layers if not any(name in g.op_name for name in own)] == []
     tokens = ROWS * SEQ // 8
-    assert sum(g.flops for g in narrow) == 3 * 2 * tokens * LAYERS * kernels_per_token
+    assert sum(g.flops for g in narrow) == 3 * 2 * tokens * kernels_per_token
 
 
 def assert_what_is_gathered_has_8_bits(summary):
@@ -89,7 +111,7 @@ def test_fp8_multiplies_and_gathers_in_8_bits_over_fsdp_and_tensor(h200_mesh):
 def test_experts_multiply_and_receive_tokens_in_8_bits(h200_mesh):
     summary = compiled("fp8", "expert=4,tensor=2")
     attention = KERNELS - 3 * EMBED * FFN
-    assert_layers_multiply_in_8_bits(summary, attention + 2 * 3 * EMBED * FFN)
+    assert_layers_multiply_in_8_bits(summary, LAYERS * (attention + 2 * 3 * EMBED * FFN))
     forward = [c for c in summary.collectives("all-to-all") if c.dtypes == ("f8e4m3fn",)]
     assert len(forward) == 1 and forward[0].axes == ("expert",)
 
@@ -116,6 +138,21 @@ def test_delayed_scales_wait_for_no_other_device(h200_mesh):
         return len(summary.collectives("all-reduce", inside_loop=True))
 
     assert maxima("fp8_delayed") <= 3 < maxima("fp8")
+
+
+@pytest.mark.nightly
+def test_latent_attention_and_predictors_of_further_tokens_multiply_in_8_bits(h200_mesh):
+    summary = compiled("fp8", "fsdp=2,tensor=4", LATENT)
+    modules = 2 * EMBED * EMBED + LATENT_KERNELS
+    assert_layers_multiply_in_8_bits(summary, 2 * LATENT_KERNELS + modules)
+    # Latents travel in f8; in bf16 the one key that rotates, forward, and its gradient.
+    attention = [
+        array
+        for gather in summary.collectives("all-gather", axis="tensor", op_name="attention")
+        for array in gather.operands
+        if not is_narrow(array)
+    ]
+    assert {array.num_bytes for array in attention} == {ROWS // 2 * SEQ // 4 * 32 * BYTES_WIDE}
 
 
 @pytest.mark.nightly
