@@ -27,7 +27,7 @@ from mtjax.recipes import load_recipe
 PICTURE = Path(__file__).resolve().parents[1] / "docs/images/precision_curves.svg"
 BASE = "bf16"
 EMBED, FFN, EVALUATIONS, POINTS = 128, 384, 6, 30
-COLORS = ("#2a78d6", "#c2410c", "#15803d", "#7c3aed", "#b45309", "#be185d")
+COLORS = ("#2a78d6", "#c2410c", "#15803d", "#7c3aed", "#b45309", "#be185d", "#0f766e")
 
 Curve = dict[int, float]
 """Loss at each step."""

@@ -84,15 +84,18 @@ def check_leaves(
     where: str,
     *,
     partial: bool = False,
+    ignore: tuple[str, ...] = (),
 ) -> None:
     """Raises CheckpointMismatch unless names, shapes and dtypes agree, naming those that don't.
 
     `saved` maps names to objects with `shape` and `dtype`. With `partial`, `saved` may hold more
-    than is wanted and dtypes may differ (arrays are cast).
+    than is wanted and dtypes may differ (arrays are cast). Names that begin as `ignore` says may
+    be in it all the same.
     """
     problems = [f"{name}: not in the checkpoint" for name in wanted if name not in saved]
     if not partial:
-        problems += [f"{name}: only in the checkpoint" for name in saved if name not in wanted]
+        extra = (n for n in saved if n not in wanted and not n.startswith(ignore))
+        problems += [f"{name}: only in the checkpoint" for name in extra]
     for name in wanted.keys() & saved.keys():
         old, new = saved[name], wanted[name]
         if tuple(old.shape) != tuple(new.shape):

@@ -87,11 +87,11 @@ class Checkpointer:
             check_allowed(self.config.allow_changes, self.manifest)
         return wanted or (steps[-1] if steps else None)
 
-    def check_config(self, step: int, abstract_state: Any) -> None:
+    def check_config(self, step: int, abstract_state: Any, ignore: tuple[str, ...] = ()) -> None:
         """Raises CheckpointMismatch, naming each field, when `step` was saved with a config that
-        can't go on as this one; logs the differences that may be. `abstract_state` is what would
-        be restored (see `restore`)."""
-        kept = self._compare_manifest(self._existing(step), abstract_state)
+        can't go on as this one; logs the differences that may be. The arguments are those of
+        `restore`."""
+        kept = self._compare_manifest(self._existing(step), abstract_state, ignore=ignore)
         if kept:
             log.info("step %d was saved with other settings: %s", step, "; ".join(kept))
 
@@ -123,17 +123,20 @@ class Checkpointer:
         if wait or not self.config.background:
             self.wait()
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+    def restore(
+        self, abstract_state: Any, step: int | None = None, ignore: tuple[str, ...] = ()
+    ) -> tuple[Any, dict[str, Any]]:
         """The state and data state of `step` (default: what the config says to resume from).
 
         `abstract_state` is a pytree of jax.ShapeDtypeStruct with a NamedSharding on any mesh; the
-        arrays come back with these shardings, bit for bit as saved. Raises FileNotFoundError when
-        there is no checkpoint, CheckpointMismatch when config, names, shapes or dtypes differ,
+        arrays come back with these shardings, bit for bit as saved. The checkpoint may hold
+        further arrays if their names begin as `ignore` says. Raises FileNotFoundError when there is
+        no checkpoint, CheckpointMismatch when config, names, shapes or dtypes differ,
         CheckpointCorrupt when files are damaged.
         """
         step = self._existing(self.step_to_resume() if step is None else step)
-        self._compare_manifest(step, abstract_state)
-        state = self._read(step, abstract_state, "", partial=False)
+        self._compare_manifest(step, abstract_state, ignore=ignore)
+        state = self._read(step, abstract_state, "", partial=False, ignore=ignore)
         return state, self.data_state(step)
 
     def data_state(self, step: int, needed: Iterable[str] = ()) -> dict[str, Any]:
@@ -206,7 +209,12 @@ class Checkpointer:
         return step
 
     def _compare_manifest(
-        self, step: int, abstract_tree: Any, prefix: str = "", only: str = ""
+        self,
+        step: int,
+        abstract_tree: Any,
+        prefix: str = "",
+        only: str = "",
+        ignore: tuple[str, ...] = (),
     ) -> list[str]:
         where = f"checkpoint {disk.step_path(self.directory, step)}"
         saved = self._json(step, disk.MANIFEST)
@@ -215,7 +223,8 @@ class Checkpointer:
 
         def fits() -> bool:
             try:
-                self._check_leaves(step, _wanted(abstract_tree, prefix), partial=bool(prefix))
+                wanted = _wanted(abstract_tree, prefix)
+                self._check_leaves(step, wanted, partial=bool(prefix), ignore=ignore)
             except CheckpointMismatch:
                 return False
             return True
@@ -232,18 +241,34 @@ class Checkpointer:
             raise self.corrupt(step, f"{item}: got a {type(found).__name__}, expected an object")
         return found
 
-    def _check_leaves(self, step: int, wanted: Mapping[str, Any], *, partial: bool) -> None:
+    def _check_leaves(
+        self,
+        step: int,
+        wanted: Mapping[str, Any],
+        *,
+        partial: bool,
+        ignore: tuple[str, ...] = (),
+    ) -> None:
         path = disk.step_path(self.directory, step)
         with self._damage_named(step):
             saved = _stored_metadata(path / disk.STATE)
-            leaves.check_leaves(saved, wanted, f"checkpoint {path}", partial=partial)
+            where = f"checkpoint {path}"
+            leaves.check_leaves(saved, wanted, where, partial=partial, ignore=ignore)
 
-    def _read(self, step: int, abstract_tree: Any, prefix: str, *, partial: bool) -> Any:
+    def _read(
+        self,
+        step: int,
+        abstract_tree: Any,
+        prefix: str,
+        *,
+        partial: bool,
+        ignore: tuple[str, ...] = (),
+    ) -> Any:
         """The arrays whose names start with `prefix`, as the pytree `abstract_tree`."""
         path = disk.step_path(self.directory, step)
         wanted = _wanted(abstract_tree, prefix)
         started_s = time.monotonic()
-        self._check_leaves(step, wanted, partial=partial)
+        self._check_leaves(step, wanted, partial=partial, ignore=ignore)
         if self.config.verify:
             self._verify(step)
         with self._damage_named(step):

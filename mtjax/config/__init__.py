@@ -199,22 +199,42 @@ def _check_quantization(config: Config) -> None:
         condition = f"precision is {config.precision!r}, which quantises nothing"
         require_defaults(quantize, "quantize", names, condition)
         return
-    kept = quantize.first_bf16_layers + quantize.last_bf16_layers
+    if config.precision != "fp8_delayed":
+        names = ["amax_history", "fallback_ratio", "fallback_steps"]
+        condition = "scales come from the values at hand; set precision to fp8_delayed"
+        require_defaults(quantize, "quantize", names, condition)
+    num_layers, layers = config.model.num_layers, quantize.bf16_layers
     require(
-        kept < config.model.num_layers,
-        "quantize.first_bf16_layers + quantize.last_bf16_layers",
+        len(set(layers)) == len(layers) and all(0 <= i < num_layers for i in layers),
+        "quantize.bf16_layers",
+        layers,
+        f"indices of layers, each once, from 0 to {num_layers - 1}",
+        "name layers of this model",
+    )
+    kept = len(quantize.kept_layers(num_layers))
+    names_of_kept = "quantize: layers in bf16"
+    require(
+        kept < num_layers,
+        names_of_kept,
         kept,
-        f"fewer than model.num_layers ({config.model.num_layers})",
+        f"fewer than model.num_layers ({num_layers})",
         "to quantise nothing, set precision to bf16",
     )
     require(
         kept == 0 or config.mesh.pipeline == 1,
-        "quantize.first_bf16_layers + quantize.last_bf16_layers",
+        names_of_kept,
         kept,
         "0 with a pipeline, whose stages run the same program",
         "quantise all layers, or leave mesh.pipeline at 1",
     )
     tiled = config.precision in ("fp8_block", "mxfp8", "nvfp4")
+    require(
+        quantize.fallback_ratio == 0 or config.mesh.pipeline == 1,
+        "quantize.fallback_ratio",
+        quantize.fallback_ratio,
+        "0 with a pipeline, whose stages run the same program",
+        "let no layer fall back, or leave mesh.pipeline at 1",
+    )
     require(
         not (moe.num_experts and tiled) or moe.dispatcher != "dropless",
         "model.moe.dispatcher",

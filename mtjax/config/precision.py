@@ -5,7 +5,9 @@ from typing import Literal, get_args
 from mtjax.config.check import config_class, require
 
 ComputeDtype = Literal["bf16", "fp32", "fp16"]
-QuantizedPrecision = Literal["fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "int8"]
+QuantizedPrecision = Literal[
+    "fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "int8"
+]
 Precision = Literal[ComputeDtype, QuantizedPrecision]
 Role = Literal["qkv", "attention_out", "ffn_in", "ffn_out"]
 
@@ -27,9 +29,22 @@ class QuantizeConfig:
     last_bf16_layers: int = 0
     """Layers at the top whose products stay in the compute dtype; the modules of multi-token
     prediction are treated as the last layer."""
+    bf16_layers: tuple[int, ...] = ()
+    """Indices of further layers, from 0, whose products stay in the compute dtype."""
     compute: Literal["bf16", "fp32"] = "bf16"
     """Compute dtype of everything else, and of what products return. fp32 is for comparing layouts:
     it takes out of the comparison that bf16 rounds sums over devices."""
+    amax_history: int = 16
+    """Steps whose largest values give the next step's scales, with fp8_delayed."""
+    statistics: bool = False
+    """Write largest value, scale, underflow and saturation of each role to the metrics. On GPU it
+    takes further reductions over everything that is rounded."""
+    fallback_ratio: float = 0.0
+    """Share of saturated values that is too much for a product, with fp8_delayed; 0: any is fine.
+    """
+    fallback_steps: int = 100
+    """Steps in a row with too many of them, after which a layer joins `bf16_layers` for the rest of
+    the run, and a message says so."""
 
     def __post_init__(self) -> None:
         require(
@@ -42,6 +57,33 @@ class QuantizeConfig:
         for name in ("first_bf16_layers", "last_bf16_layers"):
             value = getattr(self, name)
             require(value >= 0, f"quantize.{name}", value, "at least 0", "0 quantises all")
+        require(
+            self.amax_history >= 1,
+            "quantize.amax_history",
+            self.amax_history,
+            "at least 1",
+            "1 takes the scales of the step before",
+        )
+        require(
+            0 <= self.fallback_ratio < 1,
+            "quantize.fallback_ratio",
+            self.fallback_ratio,
+            "a share of at least 0 and less than 1",
+            "0 lets no layer fall back",
+        )
+        require(
+            self.fallback_steps >= 1,
+            "quantize.fallback_steps",
+            self.fallback_steps,
+            "at least 1",
+            "1 acts on the first step",
+        )
+
+    def kept_layers(self, num_layers: int) -> frozenset[int]:
+        """Layers of a model of `num_layers` whose products stay in the compute dtype."""
+        first, last = self.first_bf16_layers, self.last_bf16_layers
+        ends = {i for i in range(num_layers) if i < first or i >= num_layers - last}
+        return frozenset(ends | set(self.bf16_layers))
 
 
 def compute_dtype_name(precision: Precision, quantize: QuantizeConfig) -> ComputeDtype:

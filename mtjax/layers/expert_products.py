@@ -19,8 +19,9 @@ from mtjax.sharding import Names, all_mesh_axes, axis_size, manual_axes, reshard
 
 
 def held(leaf: jax.Array) -> Names:
-    """Logical dims of a kernel or bias on the devices that use it."""
-    return ("experts", *[None] * (leaf.ndim - 1))
+    """Logical dims of a kernel or bias on the devices that use it; what all experts of a layer
+    share has one dim."""
+    return () if leaf.ndim == 1 else ("experts", *[None] * (leaf.ndim - 1))
 
 
 def hold(kernel: Any, names: Names) -> Any:
@@ -31,7 +32,7 @@ def hold(kernel: Any, names: Names) -> Any:
         own = (n if size > 1 else None for n, size in zip(names, leaf.shape, strict=True))
         return reshard(leaf, tuple(own), held(leaf))
 
-    return jax.tree.map(one, kernel)
+    return kernel.map_kernel(one) if isinstance(kernel, QuantizedKernel) else one(kernel)
 
 
 def num_experts(kernels: dict[str, Any]) -> int:
@@ -39,12 +40,25 @@ def num_experts(kernels: dict[str, Any]) -> int:
     return jax.tree.leaves(kernels["up"])[0].shape[0]
 
 
+def apart(kernels: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is stacked by expert, to be scanned, and what all experts of a layer share."""
+    quantized = {n: k for n, k in kernels.items() if isinstance(k, QuantizedKernel)}
+    stacked = {n: k.replace(record=None, scales=None) for n, k in quantized.items()}
+    return kernels | stacked, {n: (k.record, k.scales) for n, k in quantized.items()}
+
+
+def together(kernels: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """One expert's kernels and biases, from both."""
+    joined = {n: kernels[n].replace(record=r, scales=s) for n, (r, s) in shared.items()}
+    return kernels | joined
+
+
 def round_tokens(x_BTD: jax.Array, kernel: Any) -> jax.Array | Operand:
     """Tokens as they travel to experts: rounded, unless tiles depend on where they arrive."""
     if not isinstance(kernel, QuantizedKernel) or kernel.recipe.emulated:
         return x_BTD
     axes = manual_axes("batch")
-    return round_activation(kernel.recipe, x_BTD, 1, Placement(axes, axes))
+    return round_activation(kernel, x_BTD, 1, Placement(axes, axes))
 
 
 def tokens(x: Any) -> jax.Array:
@@ -119,4 +133,4 @@ def _rounded(x: Any, kernel: QuantizedKernel, placement: Placement) -> Operand:
     """Rows as operand, unless they came as one."""
     if isinstance(x, Operand):
         return x
-    return round_activation(kernel.recipe, x, 1, placement)
+    return round_activation(kernel, x, 1, placement)

@@ -58,15 +58,15 @@ class Shared:
         """In the dtype that it came in."""
         return self.split
 
-    def rounded(self, recipe: Recipe) -> Operand:
-        """As operand of quantised products."""
-        if recipe not in self._rounded:
-            self._rounded[recipe] = self._round(recipe)
-        return self._rounded[recipe]
+    def rounded(self, kernel: QuantizedKernel) -> Operand:
+        """As operand of quantised products with this kernel, and those of its recipe."""
+        if kernel.recipe not in self._rounded:
+            self._rounded[kernel.recipe] = self._round(kernel)
+        return self._rounded[kernel.recipe]
 
-    def _round(self, recipe: Recipe) -> Operand:
+    def _round(self, kernel: QuantizedKernel) -> Operand:
         x_BTD = shard(self._named(self.split), *_SPLIT)
-        return round_activation(recipe, x_BTD, 1, placement())
+        return round_activation(kernel, x_BTD, 1, placement())
 
     def _named(self, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.name is None else checkpoint_name(x_BTD, self.name)
@@ -91,14 +91,14 @@ class Gathered(Shared):
     def value(self) -> jax.Array:
         return self._whole
 
-    def _round(self, recipe: Recipe) -> Operand:
-        x = self._shared.rounded(recipe)
+    def _round(self, kernel: QuantizedKernel) -> Operand:
+        x = self._shared.rounded(kernel)
         forward, backward = jax.tree.map(self._gather, (x.forward, x.backward))
         # Each device adds up its parts of the gradient from all projections, which then are
         # summed and scattered once: in the carrier they are apart.
         parts = (math.prod(axis_size(axis) for axis in mesh_axes("act_ffn")), *x.carrier.shape)
         carrier = shard(jnp.broadcast_to(self._whole, parts), "act_ffn", *_WHOLE)
-        return Operand(carrier, forward, backward)
+        return Operand(carrier, forward, backward, x.record)
 
     def _gather(self, leaf: jax.Array) -> jax.Array:
         """Of values and row scales; one scale for the tensor is everywhere."""
@@ -153,8 +153,8 @@ class Linear(nn.Module):
         if isinstance(kernel, QuantizedKernel):
             place = placement(self.names)
             if isinstance(x, Shared):
-                return product(x.rounded(kernel.recipe), kernel, place)
-            rounded = round_activation(kernel.recipe, x, self.num_in, place)
+                return product(x.rounded(kernel), kernel, place)
+            rounded = round_activation(kernel, x, self.num_in, place)
             return product(rounded, kernel, place, self.num_in)
         x = x.value if isinstance(x, Shared) else x
         contract = (tuple(range(x.ndim - self.num_in, x.ndim)), tuple(range(self.num_in)))

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from mtjax.config.precision import ROLES
 from mtjax.config.run import MetricsConfig
 
 log = logging.getLogger(__name__)
@@ -61,8 +62,23 @@ METRICS: dict[str, Metric] = {
     "moe/balance_loss": Metric("1", "load-balancing loss before its weight"),
     "moe/device_balance_loss": Metric("1", "the same between the groups of experts of a device"),
     "moe/z_loss": Metric("1", "router log-partition penalty before its weight"),
+    "quantize/saturated_layers": Metric("layers", "layers that saturate too long, to fall back"),
 }
 """Every metric that a record may hold; a new one starts with a line here."""
+
+_OPERANDS = {"x": "inputs", "w": "weights", "g": "gradients of outputs"}
+_OF_OPERANDS = {
+    "amax": Metric("1", "largest magnitude of the {}, over the kernels of the role"),
+    "scale": Metric("1", "largest scale of the {}"),
+    "underflow": Metric("ratio", "share of the {} that were rounded to zero"),
+    "saturation": Metric("ratio", "share of the {} that were beyond the range"),
+}
+METRICS |= {
+    f"quantize/{role}_{operand}_{name}": Metric(metric.unit, metric.meaning.format(what))
+    for role in ROLES
+    for operand, what in _OPERANDS.items()
+    for name, metric in _OF_OPERANDS.items()
+}
 
 
 def check_names(metrics: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtjax.parallel.schedule import IDLE, Pass, Phase, Schedule
-from mtjax.precision.product import carriers, with_carriers
+from mtjax.precision.product import carriers, recorded_where, with_carriers
 from mtjax.sharding import axis_size, local_map, shard
 
 AXIS = "pipeline"
@@ -108,15 +108,21 @@ def _next_stage(x: jax.Array, step: int) -> jax.Array:
 
 
 def run_forward(
-    model: StagedModel, schedule: Schedule, blocks: Any, shared: Any, batch: Any
+    model: StagedModel,
+    schedule: Schedule,
+    blocks: Any,
+    shared: Any,
+    batch: Any,
+    num_active: jax.Array | None = None,
 ) -> Result:
-    """All microbatches forward; differentiated, this is GPipe.
+    """All microbatches forward, of which `num_active` hold data; differentiated, this is GPipe.
 
     `blocks` leaves are [V, U, ...], `batch` leaves [M, ...]. What a stage is to minimise is the
     loss of the whole model and its own chunks' (`sums` first leaf + `loss`). Made to be
     differentiated with one chunk per stage: of several, each tick would keep its weights.
     """
     ticks = _Ticks(model, schedule, blocks, shared, batch)
+    ticks.num_active = num_active
     # Its residuals are gradients of the whole table: made again in the backward pass instead.
     loss = jax.checkpoint(lambda *args: _loss(model, *args), prevent_cse=False)
 
@@ -124,6 +130,7 @@ def run_forward(
         incoming_BTD, (sums, chunk_loss, report) = carry
         chunk, microbatch, _ = ticks.own(schedule.forward, t)
         params, inputs = ticks.known(chunk, microbatch)
+        params = recorded_where(chunk >= 0, params)
         x_BTD = ticks.enter(t, incoming_BTD)
         y_BTD, new_loss, new = model.chunk(params, x_BTD, inputs, jnp.maximum(chunk, 0))
         chunk_loss += jnp.where(chunk >= 0, new_loss, 0.0)

@@ -24,7 +24,7 @@ def estimate_memory(config: Config) -> dict[str, float]:
     compute = _COMPUTE_BYTES[config.compute_dtype]
     stored = 4 + _MOMENT_BYTES[config.optimizer.name]
     blocks = local - _table_params(config.model) / shards
-    kept = config.quantize.first_bf16_layers + config.quantize.last_bf16_layers
+    kept = len(config.quantize.kept_layers(config.model.num_layers))
     quantized = blocks * (1 - kept / config.model.num_layers) if config.quantized else 0.0
     return {
         "parameters and optimizer": stored * local / mesh.data,

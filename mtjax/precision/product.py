@@ -5,9 +5,10 @@ stand outside of the products: those that vary along a sum are multiplied into t
 before it is rounded, so that one rounded copy of x and of w serves both directions.
 
 Gradients go to carriers: arrays whose values nothing reads, beside the rounded ones that no
-gradient goes through.
+gradient goes through. Records of what was rounded leave the backward pass the same way.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.precision.quantize import Quantized, no_dims_of_one, quantize_activation
 from mtjax.precision.recipe import Recipe
+from mtjax.precision.statistics import report
 from mtjax.sharding import Names, reshard, shard
 
 
@@ -26,30 +28,73 @@ class QuantizedKernel(flax.struct.PyTreeNode):
 
     carrier: Any
     """Zeros in the compute dtype, as large as the kernel: takes the gradient."""
-    forward: Quantized
-    """Rounded for the sum over input dims."""
-    backward: Quantized | None
+    forward: Any
+    """Quantized for the sum over input dims."""
+    backward: Any
     """Rounded for the sum over output dims, where that differs: with tiles; else None."""
     recipe: Recipe = flax.struct.field(pytree_node=False)
+    record: Any = None
+    """Takes the records of one layer's operands, see `mtjax.precision.statistics`; that of w stands
+    in it from the start. None: nobody asks."""
+    scales: Any = None
+    """Of x and of g, [2], known before the step; None: they come from the values at hand."""
+
+    def map_kernel(self, f: Callable[[jax.Array], jax.Array]) -> "QuantizedKernel":
+        """f of the arrays that have the dims of the kernel, or 1 in their place."""
+        parts = jax.tree.map(f, (self.carrier, self.forward, self.backward))
+        return self.replace(carrier=parts[0], forward=parts[1], backward=parts[2])
+
+
+class Trained(NamedTuple):
+    """What is differentiated of a kernel that keeps a record."""
+
+    carrier: Any
+    record: Any
 
 
 def carriers(params: Any) -> Any:
     """What is differentiated of a tree of parameters: carriers in place of quantised kernels."""
-    return jax.tree.map(lambda n: n.carrier if _is_kernel(n) else n, params, is_leaf=_is_kernel)
+
+    def one(node: Any) -> Any:
+        if not _is_kernel(node):
+            return node
+        return node.carrier if node.record is None else Trained(node.carrier, node.record)
+
+    return jax.tree.map(one, params, is_leaf=_is_kernel)
 
 
 def with_carriers(params: Any, carriers: Any) -> Any:
     """The parameters, such that gradients go to `carriers`."""
-    return jax.tree.map(
-        lambda n, carrier: n.replace(carrier=carrier) if _is_kernel(n) else carrier,
-        params,
-        carriers,
-        is_leaf=_is_kernel,
-    )
+
+    def one(node: Any, carrier: Any) -> Any:
+        if not _is_kernel(node):
+            return carrier
+        if not is_trained(carrier):
+            return node.replace(carrier=carrier)
+        return node.replace(carrier=carrier.carrier, record=carrier.record)
+
+    return jax.tree.map(one, params, carriers, is_leaf=_is_kernel)
 
 
 def _is_kernel(node: object) -> bool:
     return isinstance(node, QuantizedKernel)
+
+
+def recorded_where(real: jax.Array, params: Any) -> Any:
+    """The parameters, such that records of what is not real are dropped."""
+
+    def one(node: Any) -> Any:
+        if not _is_kernel(node) or node.record is None:
+            return node
+        dropped = jax.lax.stop_gradient(node.record)
+        return node.replace(record=jnp.where(real, node.record, dropped))
+
+    return jax.tree.map(one, params, is_leaf=_is_kernel)
+
+
+def is_trained(node: object) -> bool:
+    """For `is_leaf` over gradients."""
+    return isinstance(node, Trained)
 
 
 class Operand(NamedTuple):
@@ -62,6 +107,8 @@ class Operand(NamedTuple):
     """Quantized for the sum over input dims."""
     backward: Any = None
     """Rounded for the sum over tokens, where that differs: with tiles; else None."""
+    record: Any = None
+    """Of the rounding."""
 
 
 class Placement(NamedTuple):
@@ -84,17 +131,24 @@ class _How(NamedTuple):
     num_batch: int
 
 
-def round_activation(recipe: Recipe, x: jax.Array, num_in: int, placement: Placement) -> Operand:
-    """x as an operand; its last `num_in` dims are those that the forward product sums over."""
-    fixed = jax.lax.stop_gradient(x)
+def round_activation(
+    kernel: QuantizedKernel, x: jax.Array, num_in: int, placement: Placement
+) -> Operand:
+    """x as an operand for this kernel, and for others of its recipe that have the same input; its
+    last `num_in` dims are those that the forward product sums over."""
+    recipe, fixed = kernel.recipe, jax.lax.stop_gradient(x)
     ins = tuple(range(x.ndim - num_in, x.ndim))
+    scale = None if kernel.scales is None else kernel.scales[0]
     over = placement.tensor_axes if recipe.x.sharing == "tensor" else ()
-    forward = quantize_activation(recipe, recipe.x, fixed, ins, over)
+    forward = quantize_activation(recipe, recipe.x, fixed, ins, over, scale)
     backward = None
     if recipe.emulated:
         backward = quantize_activation(recipe, recipe.x, fixed, (ins[0] - 1,))
-    named = jax.tree.map(lambda leaf: checkpoint_name(leaf, "quantized"), (forward, backward))
-    return Operand(x, *named)
+    record = None if kernel.record is None else report(recipe, recipe.x, fixed, forward)
+    forward, backward = jax.tree.map(
+        lambda leaf: checkpoint_name(leaf, "quantized"), (forward, backward)
+    )
+    return Operand(x, forward, backward, record)
 
 
 def product(
@@ -103,12 +157,12 @@ def product(
     """x W, in the compute dtype: summed over the last `num_in` dims of x, for each of `num_batch`
     leading dims of both."""
     how = _How(kernel.recipe, placement, num_in, num_batch)
-    return _product(how, x, (kernel.carrier, kernel.forward, kernel.backward))
+    return _product(how, x, kernel)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: _How, x: Operand, kernel: tuple[Any, Quantized, Quantized | None]) -> jax.Array:
-    carrier, w, _ = kernel
+def _product(how: _How, x: Operand, kernel: QuantizedKernel) -> jax.Array:
+    carrier, w = kernel.carrier, kernel.forward
     nb, tokens = how.num_batch, x.forward.values.ndim - how.num_in
     ins = tuple(range(nb, nb + how.num_in))
     dims = ((tuple(range(tokens, tokens + how.num_in)), ins), (tuple(range(nb)),) * 2)
@@ -118,21 +172,41 @@ def _product(how: _How, x: Operand, kernel: tuple[Any, Quantized, Quantized | No
     return _scaled(y, carrier.dtype, _fit(x.forward.scale, tokens, outs), _w_scale(how, w, tokens))
 
 
+class _Saved(NamedTuple):
+    """For the backward pass; `nothing`, of size 0, holds parts and dtype of the gradient of x."""
+
+    x: Quantized
+    w: Quantized
+    nothing: jax.Array
+    g_scale: Any
+    record: Any
+    """Of x and of w."""
+
+
 def _forward(how, x, kernel):
-    carrier, forward, backward = kernel
     parts = x.carrier.shape[0] if x.carrier.ndim > x.forward.values.ndim else 0
-    how_saved = jnp.zeros((parts, 0), carrier.dtype)
-    return _product(how, x, kernel), (x.backward or x.forward, backward or forward, how_saved)
+    record = None
+    if kernel.record is not None:
+        record = x.record, kernel.record.reshape(3, -1)[1]
+    saved = _Saved(
+        x.backward or x.forward,
+        kernel.backward or kernel.forward,
+        jnp.zeros((parts, 0), kernel.carrier.dtype),
+        None if kernel.scales is None else kernel.scales[1],
+        record,
+    )
+    return _product(how, x, kernel), saved
 
 
 def _backward(how, saved, g):
-    x, w, (parts, _), dtype = saved[0], saved[1], saved[2].shape, saved[2].dtype
+    x, w, (parts, _), dtype = saved.x, saved.w, saved.nothing.shape, saved.nothing.dtype
     nb, tokens = how.num_batch, x.values.ndim - how.num_in
     outs = g.ndim - tokens
     batch = tuple(range(nb))
     x_scale, w_scale = _fit(x.scale, tokens, outs), _w_scale(how, w, tokens)
     out_dims, token_dims = tuple(range(tokens, g.ndim)), tuple(range(nb, tokens))
-    g_in, g_w = _round_gradient(how, g, out_dims, token_dims, x_scale, w_scale)
+    scales = x_scale, w_scale, saved.g_scale
+    g_in, g_w, g_record = _round_gradient(how, g, out_dims, token_dims, scales, saved.record)
 
     left = w_scale if how.recipe.one_gradient else None
     dx = _input_gradient(how, g_in.values, _gather(how, w.values), tokens, parts, dtype)
@@ -144,7 +218,7 @@ def _backward(how, saved, g):
     dw = _scaled(dw, dtype, *(_onto_kernel(how, s, tokens) for s in (left, g_w.scale)))
     if how.placement.kernel_names is not None:
         dw = shard(dw, *how.placement.kernel_names)
-    return Operand(dx, None, None), (dw, None, None)
+    return Operand(dx, None, None), QuantizedKernel(dw, None, None, how.recipe, g_record)
 
 
 _product.defvjp(_forward, _backward)
@@ -165,20 +239,25 @@ def _input_gradient(how: _How, g: Any, w: Any, tokens: int, parts: int, dtype: A
     return shard(dx, "act_ffn", "batch", "seq", None)
 
 
-def _round_gradient(how, g, out_dims, token_dims, x_scale, w_scale) -> tuple[Quantized, Quantized]:
-    """g rounded for the sum over outputs (dx), and for the sum over tokens (dw)."""
+def _round_gradient(how, g, out_dims, token_dims, scales, record) -> tuple[Any, Any, Any]:
+    """g rounded for the sum over outputs (dx), and for the sum over tokens (dw); and the record of
+    all operands, if there is one of x and w."""
     recipe, place = how.recipe, how.placement
+    x_scale, w_scale, g_scale = scales
     if recipe.one_gradient:
-        once = _whole(how, quantize_activation(recipe, recipe.g, g, out_dims, place.tensor_axes))
-        return once, once
-    if recipe.emulated:
+        g_in = quantize_activation(recipe, recipe.g, g, out_dims, place.tensor_axes, g_scale)
+        g_w = g_in
+    elif recipe.emulated:
         along = (out_dims, token_dims[-1:])
         g_in, g_w = (quantize_activation(recipe, recipe.g, g, dims) for dims in along)
     else:
         g = g.astype(jnp.float32)
         g_in = quantize_activation(recipe, recipe.g, g * w_scale, out_dims)
         g_w = quantize_activation(recipe, recipe.g, g * x_scale, token_dims, place.token_axes)
-    return _whole(how, g_in), _whole(how, g_w)
+    if record is not None:
+        record = jnp.concatenate([*record, report(recipe, recipe.g, g, g_in)])
+    whole = _whole(how, g_in)
+    return whole, whole if g_w is g_in else _whole(how, g_w), record
 
 
 def _whole(how: _How, g: Quantized) -> Quantized:

@@ -58,6 +58,13 @@ def quantize_groups(
     return Quantized(_cast(x_MF.astype(jnp.float32) / scale_MF, format), scale)
 
 
+def quantize_by(scale: jax.Array, x: jax.Array, format: Format) -> Quantized:
+    """Round `x` with a scale that is known before it, a scalar. What is not finite becomes NaN by
+    itself, so that nothing waits for a reduction."""
+    scaled = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / scale, jnp.nan)
+    return Quantized(_cast(scaled, format), scale.reshape((1,) * x.ndim))
+
+
 def no_dims_of_one(scale: jax.Array) -> jax.Array:
     """A scale of size 1 as a scalar: XLA would split its dims of 1 as those beside it are split,
     and spend a collective on putting it together again."""
@@ -96,12 +103,19 @@ def _cast(x: jax.Array, format: Format) -> jax.Array:
 
 
 def quantize_activation(
-    recipe: Recipe, spec: Spec, x: jax.Array, summed: Sequence[int], over: tuple[str, ...] = ()
+    recipe: Recipe,
+    spec: Spec,
+    x: jax.Array,
+    summed: Sequence[int],
+    over: tuple[str, ...] = (),
+    scale: jax.Array | None = None,
 ) -> Quantized:
     """Round x or g for a product that sums over the dims `summed`.
 
-    `over`: manual mesh axes that split what shares a scale.
+    `over`: manual mesh axes that split what shares a scale; `scale`: one known before, of a tensor.
     """
+    if scale is not None:
+        return quantize_by(scale, x, spec.format)
     if spec.sharing == "tensor":
         return quantize(x, spec.format, range(x.ndim), over)
     if spec.sharing == "row":

@@ -53,6 +53,11 @@ class Recipe:
     g: Spec
     scaled_tiles: bool = False
     """Tiles of 4-bit values: their scales are e4m3 themselves, under one for the tensor."""
+    delayed: bool = False
+    """Scales of x and g come from the largest values of earlier steps, so that rounding need not
+    wait for those of this one."""
+    counted: bool = False
+    """Training steps report underflow and saturation."""
 
     @property
     def emulated(self) -> bool:
@@ -72,8 +77,9 @@ def _same(format: Format, sharing: Sharing, size: int = 1) -> tuple[Spec, Spec, 
 
 
 RECIPES: dict[str, Recipe] = {
-    # Micikevicius et al. 2022, arXiv 2209.05433; scales from the values at hand.
+    # Micikevicius et al. 2022, arXiv 2209.05433.
     "fp8": Recipe("fp8", Spec(E4M3), Spec(E4M3), Spec(E5M2)),
+    "fp8_delayed": Recipe("fp8_delayed", Spec(E4M3), Spec(E4M3), Spec(E5M2), delayed=True),
     "fp8_rowwise": Recipe("fp8_rowwise", *_same(E4M3, "row")),
     # DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.
     "fp8_block": Recipe(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -25,15 +24,17 @@ from mtjax.operation.metrics import MetricWriter, check_writers
 from mtjax.operation.plot import plot_loss
 from mtjax.operation.progress import Progress, format_count
 from mtjax.planning.flops import CONVENTION, count_params, flops_per_token
-from mtjax.planning.targets import peak_flops
 from mtjax.recipes import Provenance, describe, from_caller
 from mtjax.sharding import make_mesh
+from mtjax.training.calibrate import calibrated
+from mtjax.training.delayed import continued, keep_layers, layers_to_fall_back, scaling_state
 from mtjax.training.evaluate import Evaluator, has_held_out
 from mtjax.training.feed import Feed, samples_until
+from mtjax.training.meter import Meter
 from mtjax.training.resize import open_source, resized
 from mtjax.training.sample import check_sample, draw_sample
 from mtjax.training.state import Setup, TrainState, create_state, make_setup
-from mtjax.training.step import COMPUTE_DTYPES, Limits, Metrics, jit_train_step
+from mtjax.training.step import Limits, Metrics, jit_train_step
 from mtjax.training.upcycle import check_source, upcycled
 
 log = logging.getLogger(__name__)
@@ -118,9 +119,13 @@ class Trainer:
         if self.start_step is None and config.checkpoint.upcycle_from:
             check_source(config)
         self.setup = make_setup(self.config, self.mesh)
+        self.fallen: list[int] = []
         if self.start_step is not None:
             check_steps(config.train.steps, self.start_step)
-            self.checkpointer.check_config(self.start_step, self.setup.abstract)
+            scaling = self.checkpointer.data_state(self.start_step).get("scaling")
+            self.fallen, *restored = continued(self.config, self.setup.abstract, scaling)
+            self.config, self.restored = keep_layers(self.config, self.fallen), restored
+            self.checkpointer.check_config(self.start_step, restored[0], restored[1])
         samples = samples_until(config.train, config.train.steps)
         self.feed = Feed(self.config, self.mesh, "train", samples)
         self.guard = SpikeGuard(config.run.faults)
@@ -193,7 +198,8 @@ class Trainer:
     def _loop(self, compiled: CompiledStep, state: TrainState, stop: StopRequest) -> TrainState:
         step = self.start_step or 0
         train, checkpoint = self.config.train, self.config.checkpoint
-        self.meter = Meter(self, compiled.compile_s)
+        self.meter = Meter(self.config, self.mesh, self.step_flops, compiled.compile_s)
+        self.fallback_due = False
         pending: Pending | None = None
         stopping = False
         while step < train.steps and not stopping:
@@ -204,6 +210,8 @@ class Trainer:
                 # The limits of this step need the step before.
                 self._observe(pending)
                 pending = None
+            if self.fallback_due:
+                compiled = self._fall_back(compiled, state)
             limits = Limits(*(np.float32(v) for v in self.guard.limits().values()))
             state, metrics = compiled.run(state, batch[0], limits)
             # The step before is read only now, so that the device is never idle.
@@ -246,6 +254,7 @@ class Trainer:
         values = {name: float(value) for name, value in metrics.items()}
         # Only now has the step ended, on every process: one may compile longer than another.
         self.watchdog.beat(step)
+        self.fallback_due = values.get("quantize/saturated_layers", 0) > 0
         self.guard.observe(step, values, lambda: describe_batch(step - 1, batch.tokens))
         self.meter.count(self.config.train.batch_size_at(step - 1) * self.config.train.seq_len)
         if step % self.config.run.metrics.every_steps == 0 or step == self.config.train.steps:
@@ -269,13 +278,15 @@ class Trainer:
     def _save(self, step: int, state: TrainState) -> None:
         started = time.perf_counter()
         data_state = {"loader": self.feed.loader.get_state(), "guard": self.guard.state()}
+        data_state["scaling"] = scaling_state(self.config, self.fallen)
         with self.watchdog.phase("checkpoint", float(self.config.checkpoint.timeout_s)):
             self.checkpointer.save(step, state, data_state)
         self.saved_step = step
         self.meter.pause(time.perf_counter() - started)
 
     def _initial_state(self) -> TrainState:
-        if self.start_step is None:
+        fresh = self.start_step is None
+        if fresh:
             state = create_state(self.config, self.mesh, self.setup)
             if self.config.checkpoint.upcycle_from:
                 params = upcycled(self.config, self.mesh, self.setup, state.params)
@@ -286,9 +297,35 @@ class Trainer:
                 state = state._replace(params=params)
                 if self.main:
                     print(report, flush=True)
-            return state
-        state, _ = self.checkpointer.restore(self.setup.abstract, self.start_step)
+        else:
+            abstract, ignore = self.restored
+            state, _ = self.checkpointer.restore(abstract, self.start_step, ignore)
+        if self.setup.abstract.delayed is not None and (fresh or state.delayed is None):
+            state = calibrated(self.config, self.mesh, self.setup, state, self.feed)
+            if self.main:
+                print("delayed scales start from the next batch", flush=True)
         return state
+
+    def _fall_back(self, compiled: CompiledStep, state: TrainState) -> CompiledStep:
+        """The step with the layers that saturate too long in the compute dtype."""
+        self.fallback_due = False
+        assert state.delayed is not None
+        layers = layers_to_fall_back(self.config, state.delayed)
+        if not layers:
+            return compiled
+        self.config, self.fallen = keep_layers(self.config, layers), self.fallen + layers
+        quantize = self.config.quantize
+        self.progress.message(
+            f"layers {', '.join(map(str, layers))} go on in {quantize.compute}: more than "
+            f"{quantize.fallback_ratio:g} of their values saturated in {quantize.fallback_steps} "
+            "steps in a row; compiling again"
+        )
+        with self.watchdog.phase("compilation", self.config.run.faults.watchdog_startup_s):
+            compiled = compile_step(self.config, self.mesh, self.setup)
+        if self.evaluator is not None:
+            self.evaluator = Evaluator(self.config, self.mesh, self.setup)
+        self.meter.pause(compiled.compile_s)
+        return compiled
 
     def _finish(self, state: TrainState, stop: StopRequest) -> None:
         """Last evaluation, sample and picture; a stopped run only waits for its checkpoint."""
@@ -350,49 +387,3 @@ class Pending(NamedTuple):
     step: int
     metrics: Metrics
     batch: Batch
-
-
-class Meter:
-    """Speed since the last record, evaluations and saves left out."""
-
-    def __init__(self, trainer: Trainer, compile_s: float) -> None:
-        device = trainer.mesh.devices.flat[0]
-        self._devices = trainer.mesh.size
-        dtype = jnp.dtype(COMPUTE_DTYPES[trainer.config.compute_dtype])
-        self._peak = peak_flops(device.device_kind, dtype.name)
-        self._flops_per_token = trainer.step_flops
-        self._compile_s: float | None = compile_s
-        self._restart()
-
-    def _restart(self) -> None:
-        self._started = time.perf_counter()
-        self._tokens = self._steps = 0
-        self._paused_s = 0.0
-        self.data_wait_s = 0.0
-
-    def count(self, tokens: int) -> None:
-        """A step that trained on this many tokens was seen to end."""
-        self._tokens += tokens
-        self._steps += 1
-
-    def pause(self, seconds: float) -> None:
-        """Time that went to something else than steps."""
-        self._paused_s += seconds
-
-    def read(self) -> dict[str, float]:
-        """Metrics since the last call."""
-        elapsed = max(time.perf_counter() - self._started - self._paused_s, 1e-9)
-        rate = self._tokens / elapsed
-        metrics = {
-            "perf/step_time_s": elapsed / max(self._steps, 1),
-            "perf/tokens_per_s": rate,
-            "perf/tokens_per_s_per_device": rate / self._devices,
-            "perf/tflops_per_device": rate * self._flops_per_token / self._devices / 1e12,
-            "perf/data_wait_s": self.data_wait_s / max(self._steps, 1),
-        }
-        if self._peak is not None:
-            metrics["perf/mfu"] = rate * self._flops_per_token / self._devices / self._peak
-        if self._compile_s is not None:
-            metrics["perf/compile_s"], self._compile_s = self._compile_s, None
-        self._restart()
-        return metrics

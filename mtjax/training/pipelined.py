@@ -35,10 +35,17 @@ from mtjax.parallel.stages import (
     stage_layout,
     unstack_stages,
 )
+from mtjax.precision.product import (
+    QuantizedKernel,
+    Trained,
+    carriers,
+    is_trained,
+    with_carriers,
+)
 from mtjax.sharding import axis_size, is_boxed, storage_shardings, sum_over_manual
 from mtjax.training import routers
 from mtjax.training.losses import LossSums, linear_cross_entropy, loss_config
-from mtjax.training.quantized import unsplit
+from mtjax.training.quantized import unsplit, without_records
 from mtjax.training.state import Setup
 
 _pin = jax.lax.with_sharding_constraint
@@ -69,8 +76,8 @@ def pipelined_loss_and_gradients(
     key: jax.Array | None,
     scale: jax.Array | float,
     router_scales: routers.RouterScales | None,
-) -> tuple[LossSums | routers.RoutedSums, Params]:
-    """What `mtjax.training.step.loss_and_gradients` returns, by the schedule of the config."""
+) -> tuple[LossSums | routers.RoutedSums, Params, Any]:
+    """What `mtjax.training.step.differentiate` returns, by the schedule of the config."""
     schedule = _schedule(config)
 
     def run(model: StagedModel, blocks: Any, shared: Any, batch: Any, scale: Any) -> Any:
@@ -79,18 +86,19 @@ def pipelined_loss_and_gradients(
             return run_1f1b(model, schedule, blocks, shared, batch, scale, active)
 
         def scaled(trained: Gradients) -> tuple[jax.Array, Result]:
-            result = run_forward(model, schedule, trained.blocks, trained.shared, batch)
+            params = with_carriers(blocks, trained.blocks)
+            result = run_forward(model, schedule, params, trained.shared, batch, active)
             return (result.sums.total + result.loss) * scale, result
 
-        gradients, result = jax.grad(scaled, has_aux=True)(Gradients(blocks, shared))
+        gradients, result = jax.grad(scaled, has_aux=True)(Gradients(carriers(blocks), shared))
         return result, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
 
     extra = _StepWide(key, jnp.asarray(scale, jnp.float32), router_scales)
     result, gradients = _in_region(config, setup, mesh, params, batch, extra, run)
     stored = storage_shardings(setup.boxes, mesh)
     blocks = _from_stages(config, gradients.blocks, by_run(_layout(config), stored["blocks"]))
-    gradients = jax.tree.map(_pin, {**gradients.shared, "blocks": blocks}, stored)
-    return _whole_sums(config, result), gradients
+    gradients, records = without_records({**gradients.shared, "blocks": blocks})
+    return _whole_sums(config, result), jax.tree.map(_pin, gradients, stored), records
 
 
 def _whole_sums(config: Config, result: Result) -> LossSums | routers.RoutedSums:
@@ -210,7 +218,7 @@ def _to_stages(layout: StageLayout, blocks: Any, at_rest: Any) -> Any:
             rest, stage = (unsplit(leaf, _stacked(sharding, moved)) for moved in (False, True))
             return _pin(_pin(leaf, rest), stage)
 
-        return jax.tree.map(one, kernel)
+        return kernel.map_kernel(one) if isinstance(kernel, QuantizedKernel) else one(kernel)
 
     return jax.tree.map(place, at_rest, stack_stages(layout, blocks))
 
@@ -218,10 +226,13 @@ def _to_stages(layout: StageLayout, blocks: Any, at_rest: Any) -> Any:
 def _from_stages(config: Config, stages: Any, stored: Any) -> Any:
     """The way back, for gradients; summed over data where they are."""
 
-    def place(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+    def place(leaf: Any, sharding: NamedSharding) -> Any:
+        if is_trained(leaf):
+            return Trained(place(leaf.carrier, sharding), leaf.record)
         return _pin(_pin(leaf, _stacked(sharding, True)), _stacked(sharding, False))
 
-    return unstack_stages(_layout(config), config.model, jax.tree.map(place, stages, stored))
+    placed = jax.tree.map(place, stages, stored, is_leaf=is_trained)
+    return unstack_stages(_layout(config), config.model, placed)
 
 
 def _stacked(sharding: NamedSharding, at_stage: bool) -> NamedSharding:

@@ -12,6 +12,7 @@ from mtjax.config import Config
 from mtjax.parallel.stack import Params, abstract_params, init_params
 from mtjax.parallel.stages import stage_layout
 from mtjax.sharding import check_divisible, is_boxed, storage_shardings, unbox
+from mtjax.training.delayed import Delayed, start_delayed
 from mtjax.training.optimizer import make_optimizer
 
 
@@ -32,15 +33,19 @@ class TrainState(NamedTuple):
     opt_state: Any
     loss_scale: LossScale | None
     """Only with precision fp16."""
+    delayed: Delayed | None = None
+    """Only with precision fp8_delayed."""
 
 
 def init_state(config: Config, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before step 0, a function of the seed and the config alone."""
-    params = unbox(init_params(config.model, jax.random.key(config.train.seed)))
+    boxes = init_params(config.model, jax.random.key(config.train.seed))
+    params = unbox(boxes)
     loss_scale = None
     if config.precision == "fp16":
         loss_scale = LossScale(jnp.float32(config.loss_scale.initial), jnp.int32(0))
-    return TrainState(jnp.int32(0), params, optimizer.init(params), loss_scale)
+    delayed = start_delayed(config, boxes) if config.precision == "fp8_delayed" else None
+    return TrainState(jnp.int32(0), params, optimizer.init(params), loss_scale, delayed)
 
 
 def state_shardings(mesh: Mesh, boxes: Params, abstract: TrainState) -> TrainState:

@@ -24,17 +24,25 @@ from mtjax.sharding import (
     axis_size,
     compute_dtypes,
     compute_shardings,
+    is_boxed,
     shard,
     spec,
     storage_shardings,
     sum_over_manual,
 )
 from mtjax.training import routers
+from mtjax.training.delayed import Delayed, delayed_scales, moved_on, saturated_layers
 from mtjax.training.losses import LossSums, linear_cross_entropy, loss_config
 from mtjax.training.mtp import MtpSums, targets_ahead, with_mtp_loss
 from mtjax.training.optimizer import make_schedule
 from mtjax.training.pipelined import pipelined_loss_and_gradients, pipelined_sums
-from mtjax.training.quantized import join_segments, quantize_blocks, quantize_modules
+from mtjax.training.precision_metrics import precision_metrics
+from mtjax.training.quantized import (
+    join_segments,
+    quantize_blocks,
+    quantize_modules,
+    without_records,
+)
 from mtjax.training.state import LossScale, Setup, TrainState
 
 COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
@@ -149,8 +157,20 @@ def _hidden(
     return h_BTD, table_VD, stats | {"mtp": found}, further
 
 
-def gather_params(config: Config, setup: Setup, mesh: Mesh, params: Params) -> Params:
-    """Cast or round masters to what layers use, then gather over data: one all-gather per leaf."""
+def gather_params(
+    config: Config,
+    setup: Setup,
+    mesh: Mesh,
+    params: Params,
+    delayed: Delayed | None = None,
+    *,
+    recorded: bool = False,
+) -> Params:
+    """Cast or round masters to what layers use, then gather over data: one all-gather per leaf.
+
+    `delayed` gives scales; None: all come from the values at hand. `recorded`: with room for the
+    records that the config asks for.
+    """
     pin = jax.lax.with_sharding_constraint
     stored, used = storage_shardings(setup.boxes, mesh), compute_shardings(setup.boxes, mesh)
     # Blocks stay in pieces over the pipeline, which mtjax.training.pipelined takes to the stages.
@@ -163,10 +183,14 @@ def gather_params(config: Config, setup: Setup, mesh: Mesh, params: Params) -> P
         used,
     )
     if config.quantized:
+        scales = jax.tree.map(lambda _: None, setup.boxes, is_leaf=is_boxed)
+        if delayed is not None:
+            scales = delayed_scales(config, delayed)
+        trees = (setup.boxes, params, computed, stored, used, scales)
         for part, quantize in (("blocks", quantize_blocks), ("mtp", quantize_modules)):
-            if part in computed:
-                trees = (tree[part] for tree in (setup.boxes, params, computed, stored, used))
-                computed[part] = quantize(config, *trees)
+            if part in params:
+                own = (tree[part] for tree in trees)
+                computed[part] = quantize(config, *own, recorded=recorded)
     return computed
 
 
@@ -210,7 +234,22 @@ def loss_and_gradients(
     `scale` is 1 / global weight, times the loss scale in fp16: applied before the backward pass,
     so that half-precision cotangents stay in range. Gradients have the layout of the state.
     """
-    computed = gather_params(config, setup, mesh, params)
+    return differentiate(config, setup, mesh, params, batch, key, scale)[:2]
+
+
+def differentiate(
+    config: Config,
+    setup: Setup,
+    mesh: Mesh,
+    params: Params,
+    batch: StepInput,
+    key: jax.Array | None,
+    scale: jax.Array | float,
+    delayed: Delayed | None = None,
+) -> tuple[Sums, Params, Any]:
+    """As `loss_and_gradients`, and the records of what was rounded: a tree like the parameters,
+    None where nobody asks for one. `delayed` as in `gather_params`."""
+    computed = gather_params(config, setup, mesh, params, delayed, recorded=True)
     if config.model.mtp.depth:
         batch = batch._replace(ahead=targets_ahead(config, batch))
     scales = None
@@ -243,8 +282,9 @@ def loss_and_gradients(
         )(computed, batch, key, jnp.asarray(scale, jnp.float32), scales)
         sums, gradients = jax.tree.map(lambda x: jnp.sum(x, axis=0), (sums, gradients))
     gradients["blocks"] = join_segments(gradients["blocks"])
+    gradients, records = without_records(gradients)
     stored = storage_shardings(setup.boxes, mesh)
-    return sums, jax.tree.map(jax.lax.with_sharding_constraint, gradients, stored)
+    return sums, jax.tree.map(jax.lax.with_sharding_constraint, gradients, stored), records
 
 
 def evaluation_loss(
@@ -354,8 +394,8 @@ def make_train_step(config: Config, mesh: Mesh, setup: Setup) -> TrainStep:
         factor = 1.0 if state.loss_scale is None else state.loss_scale.factor
         # A batch without a single weighted token has zero loss and zero gradients.
         per_token = 1.0 / jnp.maximum(weight, 1e-6)
-        sums, gradients = loss_and_gradients(
-            config, setup, mesh, state.params, batch, key, per_token * factor
+        sums, gradients, records = differentiate(
+            config, setup, mesh, state.params, batch, key, per_token * factor, state.delayed
         )
         if state.loss_scale is not None:
             gradients = jax.tree.map(lambda g: g / factor, gradients)
@@ -367,6 +407,8 @@ def make_train_step(config: Config, mesh: Mesh, setup: Setup) -> TrainStep:
         if moe.bias_update_rate:
             moved = routers.move_score_biases(moe, new_state.params, sums.router)
             new_state = new_state._replace(params=moved)
+        if state.delayed is not None:
+            new_state = new_state._replace(delayed=moved_on(config, state.delayed, records))
         new_state = jax.tree.map(functools.partial(jnp.where, good), new_state, state)
         new_state = new_state._replace(
             step=state.step + 1, loss_scale=_next_scale(config, state.loss_scale, finite)
@@ -388,6 +430,10 @@ def make_train_step(config: Config, mesh: Mesh, setup: Setup) -> TrainStep:
             metrics |= routers.router_metrics(moe, sums.router, size)
         if moe.score_bias:
             metrics |= routers.bias_metrics(new_state.params, sums.router)
+        if config.quantize.fallback_ratio:
+            metrics["quantize/saturated_layers"] = saturated_layers(config, new_state.delayed)
+        if config.quantize.statistics:
+            metrics |= precision_metrics(config, setup.boxes, records, state.delayed)
         return new_state, metrics
 
     return train_step

@@ -43,6 +43,27 @@ def changed(config=FP8, **fields):
             "0 with a pipeline",
         ),
         (
+            lambda: changed(quantize=QuantizeConfig(bf16_layers=(1, 9))),
+            r"bf16_layers: got \(1, 9\), expected indices of layers, each once, from 0 to 3",
+        ),
+        (
+            lambda: changed(quantize=QuantizeConfig(amax_history=4)),
+            r"amax_history: got 4, expected the default \(16\), .* set precision to fp8_delayed",
+        ),
+        (
+            lambda: changed(quantize=QuantizeConfig(fallback_ratio=0.1)),
+            "fallback_ratio: got 0.1, .* set precision to fp8_delayed",
+        ),
+        (lambda: QuantizeConfig(fallback_ratio=1.0), "a share of at least 0 and less than 1"),
+        (
+            lambda: changed(
+                precision="fp8_delayed",
+                quantize=QuantizeConfig(fallback_ratio=0.1),
+                mesh=MeshConfig(pipeline=2),
+            ),
+            "fallback_ratio: got 0.1, expected 0 with a pipeline",
+        ),
+        (
             lambda: changed(
                 precision="mxfp8",
                 model=dataclasses.replace(

@@ -24,6 +24,7 @@ from tests.parity.layouts import (
     changed,
     first_gradients,
     place,
+    run_steps,
 )
 
 FLOAT32 = QuantizeConfig(compute="fp32")
@@ -67,6 +68,15 @@ CI = [
     ("fp8", "experts", "fsdp=2,expert=2,tensor=2"),
     ("fp8", "latent, two tokens", "data=2,fsdp=2,tensor=2,microbatches=4"),
     ("fp8_rowwise", "ends in bf16", "fsdp=2,tensor=4,microbatches=4"),
+]
+STEPS_CI = [("experts", "data=2,pipeline=2,expert=2,microbatches=4")]
+STEPS_NIGHTLY = [
+    ("dense", "fsdp=2,tensor=4"),
+    ("dense", "pipeline=4,schedule=gpipe,microbatches=4"),
+    ("dense", "data=2,pipeline=2,tensor=2,chunks=2,microbatches=4"),
+    ("experts", "expert=4,tensor=2"),
+    ("ends in bf16", "data=2,fsdp=2,tensor=2,microbatches=4"),
+    ("f8 saved", "data=1,microbatches=4"),
 ]
 NIGHTLY = [
     ("fp8", "dense", "fsdp=8"),
@@ -135,6 +145,29 @@ def test_dispatchers_agree_where_no_token_is_dropped(precision, dispatcher, layo
     other = dataclasses.replace(moe, capacity_factor=1.25, dispatcher=dispatcher)
     _, gradients = first_gradients(model(precision, moe=other, num_layers=layers), layout)
     assert_close(by_name(gradients), by_name(expected), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("features", "layout"),
+    [pytest.param(*case, marks=pytest.mark.slow) for case in STEPS_CI]
+    + [pytest.param(*case, marks=pytest.mark.nightly) for case in STEPS_NIGHTLY],
+)
+def test_delayed_scales_of_later_steps_are_those_of_one_device(features, layout):
+    changes = {"quantize": FLOAT32} | MODELS[features]
+    quantize = dataclasses.replace(changes["quantize"], amax_history=2, statistics=True)
+    config = model("fp8_delayed", **changes | {"quantize": quantize})
+    (state, metrics), (expected, expected_metrics) = (
+        run_steps(config, where, 3) for where in (layout, "data=1")
+    )
+    histories, scales = by_name(expected.delayed), 0
+    for name, leaf in by_name(state.delayed).items():
+        np.testing.assert_array_equal(leaf, histories[name], name)
+        scales += leaf.size
+    assert scales > 0
+    for name, value in expected_metrics.items():
+        if name.startswith("quantize/"):
+            assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+    assert_close(state.params, expected.params, 1e-3)  # Adam's first steps amplify rounding
 
 
 def rounded(params):

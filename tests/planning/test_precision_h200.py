@@ -133,6 +133,20 @@ def test_weights_are_rounded_before_the_loop_over_microbatches(h200_mesh):
     assert "f8e4m3fn" in step.dtypes
 
 
+@pytest.mark.slow
+def test_delayed_scales_wait_for_no_other_device(h200_mesh):
+    """Each layer reports its largest values, once and by the way; with scales from the values at
+    hand every input and gradient waits for a maximum over all devices."""
+
+    def maxima(precision):
+        summary = compiled(precision, "fsdp=2,tensor=4")
+        assert_layers_multiply_in_8_bits(summary)
+        assert_what_is_gathered_has_8_bits(summary)
+        return len(summary.collectives("all-reduce", inside_loop=True))
+
+    assert maxima("fp8_delayed") <= 3 < maxima("fp8")
+
+
 @pytest.mark.nightly
 def test_latent_attention_and_predictors_of_further_tokens_multiply_in_8_bits(h200_mesh):
     summary = compiled("fp8", "fsdp=2,tensor=4", LATENT)
@@ -160,7 +174,7 @@ def test_what_other_dispatchers_multiply_and_send_has_8_bits(h200_mesh, dispatch
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("precision", ["fp8", "fp8_rowwise", "int8"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8_delayed", "fp8_rowwise", "int8"])
 @pytest.mark.parametrize(
     "layout",
     ["fsdp=8", "tensor=8", "fsdp=2,tensor=4", "pipeline=2,fsdp=4,microbatches=4",

@@ -1,6 +1,8 @@
 """Products of quantised operands, forward and backward, against exact arithmetic on the values
 that their definition rounds to (float64)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from mtjax.precision.product import Placement, QuantizedKernel, product, round_activation
 from mtjax.precision.quantize import quantize_weight
 from mtjax.precision.recipe import RECIPES
+from mtjax.precision.statistics import SIZE, read
 from tests.precision import reference
 
 NOWHERE = Placement((), ())
@@ -98,8 +101,8 @@ def test_forward_and_both_gradients_are_exact_on_the_rounded_operands(name, num_
         backward = quantize_weight(recipe, w, num_batch, outs) if tiles else None
 
         def multiply(x, carrier):
-            operand = round_activation(recipe, x, 1, NOWHERE)
             kernel = QuantizedKernel(carrier, forward, backward, recipe)
+            operand = round_activation(kernel, x, 1, NOWHERE)
             return product(operand, kernel, NOWHERE, 1, num_batch)
 
         y, vjp = jax.vjp(multiply, x, jnp.zeros_like(w))
@@ -121,9 +124,39 @@ def test_gradients_of_values_that_are_not_finite_are_not_finite():
     kernel = QuantizedKernel(jnp.zeros_like(w), quantize_weight(recipe, w, 0, (0,)), None, recipe)
 
     def multiply(x):
-        return product(round_activation(recipe, x, 1, NOWHERE), kernel, NOWHERE)
+        return product(round_activation(kernel, x, 1, NOWHERE), kernel, NOWHERE)
 
     y, vjp = jax.vjp(multiply, jnp.ones((1, 3, 4)))
     assert np.all(np.isfinite(vjp(jnp.ones_like(y))[0]))
     assert np.all(np.isnan(vjp(jnp.full_like(y, jnp.inf))[0]))
     assert np.all(np.isnan(multiply(jnp.ones((1, 3, 4)).at[0, 1, 2].set(jnp.nan))))
+
+
+def test_scales_known_before_are_used_and_what_they_met_is_recorded():
+    recipe = dataclasses.replace(RECIPES["fp8_delayed"], counted=True)
+    x, w = (RNG.normal(size=shape).astype(np.float32) for shape in ((2, 30, 24), (24, 40)))
+    g = RNG.normal(size=(2, 30, 40)).astype(np.float32)
+    x[0, 0, 0], g[0, 0, :2] = 700.0, (0.0, 1e-9)
+    x_scale, g_scale = 0.5, 2.0**-12
+    forward = quantize_weight(recipe, w, 0, (0,))
+
+    def run(x, w, record):
+        kernel = QuantizedKernel(
+            w, forward, None, recipe, record, jnp.asarray([x_scale, g_scale], jnp.float32)
+        )
+        return product(round_activation(kernel, x, 1, NOWHERE), kernel, NOWHERE)
+
+    y, vjp = jax.vjp(run, x, jnp.zeros_like(w), jnp.zeros(3 * SIZE))
+    dx, dw, record = vjp(g)
+
+    x_in = reference.nearest(x / x_scale, recipe.x.format) * x_scale
+    g_in = reference.nearest(g / g_scale, recipe.g.format) * g_scale
+    w_in = rounded(recipe, recipe.w, w, (0,))
+    assert x_in[0, 0, 0] == 224
+    np.testing.assert_allclose(y, x_in @ w_in, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(dx, g_in @ w_in.T, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(dw, np.einsum("BTD,BTF->DF", x_in, g_in), rtol=1e-5, atol=1e-3)
+    found = read(record)
+    assert found.amax[0] == 704 and 0 <= found.amax[2] / np.abs(g).max() - 1 < 1 / 8
+    assert found.saturation[0] * x.size == pytest.approx(1)
+    assert found.underflow[2] * g.size == pytest.approx(1)

@@ -7,19 +7,17 @@ import numpy as np
 import pytest
 
 from mtjax.config import Config
-from mtjax.training import loop
+from mtjax.training import meter as meter_module
+from mtjax.training.meter import Meter
 
 
 def meter(kind: str, precision: str, monkeypatch):
     clock = iter([100.0, 110.0, 110.0])
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(meter_module.time, "perf_counter", lambda: next(clock))
     devices = np.array([SimpleNamespace(device_kind=kind)] * 8)
-    trainer = SimpleNamespace(
-        mesh=SimpleNamespace(devices=devices, size=8),
-        config=dataclasses.replace(Config(), precision=precision),
-        step_flops=51.4704e9,
-    )
-    return loop.Meter(trainer, compile_s=3.0)
+    mesh = SimpleNamespace(devices=devices, size=8)
+    config = dataclasses.replace(Config(), precision=precision)
+    return Meter(config, mesh, flops_per_token=51.4704e9, compile_s=3.0)
 
 
 @pytest.mark.parametrize(("precision", "peak"), [("bf16", 989e12), ("fp16", 989e12)])
