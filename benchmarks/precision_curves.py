@@ -24,7 +24,7 @@ from mtjax.config.precision import QUANTIZED
 from mtjax.operation.metrics import METRICS_FILE, read_metrics
 from mtjax.recipes import load_recipe
 
-ROOT = Path(__file__).resolve().parents[1]
+PICTURE = Path(__file__).resolve().parents[1] / "docs/images/precision_curves.svg"
 BASE = "bf16"
 EMBED, FFN, EVALUATIONS, POINTS = 128, 384, 6, 30
 COLORS = ("#2a78d6", "#c2410c", "#15803d", "#7c3aed", "#b45309", "#be185d")
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--directory", type=Path, default=Path("runs/precision_curves"))
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs/images/precision_curves.svg")
+    parser.add_argument("--picture", type=Path, default=PICTURE)
     args = parser.parse_args()
     args.precisions = [BASE, *(p for p in args.precisions if p != BASE)]
     curves = {

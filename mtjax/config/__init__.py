@@ -227,6 +227,7 @@ def _check_quantization(config: Config) -> None:
         "0 with a pipeline, whose stages run the same program",
         "quantise all layers, or leave mesh.pipeline at 1",
     )
+    tiled = config.precision in ("fp8_block", "mxfp8", "nvfp4")
     require(
         quantize.fallback_ratio == 0 or config.mesh.pipeline == 1,
         "quantize.fallback_ratio",
@@ -235,11 +236,12 @@ def _check_quantization(config: Config) -> None:
         "let no layer fall back, or leave mesh.pipeline at 1",
     )
     require(
-        not moe.num_experts or moe.dispatcher == "capacity",
+        not (moe.num_experts and tiled) or moe.dispatcher != "dropless",
         "model.moe.dispatcher",
         moe.dispatcher,
-        f"capacity with precision {config.precision}",
-        "use it, or precision bf16",
+        f"capacity or allgather with precision {config.precision}, whose tiles of rows would hold "
+        "those of several experts",
+        "use one of them, or precision fp8",
     )
 
 

@@ -25,10 +25,14 @@ from mtjax.layers.context import token_order
 from mtjax.layers.expert_products import (
     by_token,
     expert_product,
+    grouped_product,
     held,
     hold,
     num_experts,
+    one_by_one,
+    one_expert_product,
     round_tokens,
+    tokens,
 )
 from mtjax.layers.mlp import activate
 from mtjax.layers.router import Routing
@@ -83,8 +87,8 @@ def run_experts(
     x = round_tokens(x_BTD, kernels["up"])
     operands, tree = jax.tree.flatten((x, {n: hold(kernels[n], KERNEL_NAMES[n]) for n in kernels}))
     num_x = len(jax.tree.leaves(x))
-    tokens = [split if leaf.shape[:-1] == x_BTD.shape[:-1] else () for leaf in operands[:num_x]]
-    in_names = (whole, whole, *tokens, *[held(leaf) for leaf in operands[num_x:]])
+    parts = [split if leaf.shape[:-1] == x_BTD.shape[:-1] else () for leaf in operands[:num_x]]
+    in_names = (whole, whole, *parts, *[held(leaf) for leaf in operands[num_x:]])
 
     def local(experts_BTK, weights_BTK, *operands):
         x, kernels = jax.tree.unflatten(tree, operands)
@@ -225,8 +229,8 @@ def _dropless(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> 
 
     Buffers hold the worst case, every token of R devices sent here, so nothing is ever dropped.
     """
-    B, T, D = x_BTD.shape
-    K, L, R = served_BTK.shape[2], kernels["up"].shape[0], _size(call.exchange)
+    B, T, K = served_BTK.shape
+    L, R = num_experts(kernels), _size(call.exchange)
     served = served_BTK.reshape(-1)
     number = np.arange(served.size, dtype=np.int32)
     place, length_J = _places(R * L, number, served, jnp.zeros(served.shape, jnp.float32))
@@ -237,31 +241,24 @@ def _dropless(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> 
     first = first_RL.reshape(-1).at[served].get(mode="fill", fill_value=0)
     slot = jnp.where(served < R * L, first + place, R * S)
     pair = _invert(slot, R * S)
-    x = take_rows(x_BTD.reshape(B * T, D), pair // K, slot.reshape(B * T, K))
     if call.exchange:
-        x, length_RL = (jax.lax.all_to_all(a, call.exchange, 0, 0, tiled=True) for a in
-                        (x, length_RL))  # fmt: skip
+        length_RL = jax.lax.all_to_all(length_RL, call.exchange, 0, 0, tiled=True)
     regrouped = _by_expert(length_RL, S)
     back = _invert(regrouped, R * S)
-    x = checkpoint_name(take_rows(x, back, regrouped[:, None]), "expert_in")
-    sizes_L = jnp.sum(length_RL, axis=0)
-    y = call.ffn(partial(_grouped_product, sizes_L), x, kernels)
+
+    def to_experts(x_BTD: jax.Array) -> jax.Array:
+        x = take_rows(x_BTD.reshape(B * T, -1), pair // K, slot.reshape(B * T, K))
+        if call.exchange:
+            x = jax.lax.all_to_all(x, call.exchange, 0, 0, tiled=True)
+        return checkpoint_name(take_rows(x, back, regrouped[:, None]), "expert_in")
+
+    product = partial(grouped_product, call.exchange, jnp.sum(length_RL, axis=0))
+    y = call.ffn(product, by_token(to_experts, x_BTD), kernels)
     y = take_rows(y, regrouped, back[:, None])
     if call.exchange:
         y = jax.lax.all_to_all(y, call.exchange, 0, 0, tiled=True)
     y = checkpoint_name(y, "expert_out")
     return _combine(take_rows(y, slot, pair[:, None]), weights_BTK)
-
-
-def _grouped_product(sizes_L: jax.Array, x_MD: jax.Array, kernel_LDF, bias_LF) -> jax.Array:
-    y_MF = jax.lax.ragged_dot(x_MD, kernel_LDF, group_sizes=sizes_L)
-    if bias_LF is None:
-        return y_MF
-    end_L = jnp.cumsum(sizes_L)
-    row_M = jnp.arange(x_MD.shape[0])[:, None]
-    mine_ML = (row_M >= end_L - sizes_L) & (row_M < end_L)
-    # A product, whose gradient adds up rows in float32; that of bias[expert] would in bfloat16.
-    return y_MF + jnp.matmul(mine_ML.astype(y_MF.dtype), bias_LF, precision="highest")
 
 
 def _by_expert(length_RL: jax.Array, size: int) -> jax.Array:
@@ -282,29 +279,27 @@ def _by_expert(length_RL: jax.Array, size: int) -> jax.Array:
 
 def _allgather(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> jax.Array:
     """Every held expert on every token of all peers, weighted by 0 where it was not chosen."""
-    L = kernels["up"].shape[0]
+    L = num_experts(kernels)
     first: Any = 0
     if call.exchange:
         gather = partial(jax.lax.all_gather, axis_name=call.exchange, axis=0, tiled=True)
-        x_BTD, served_BTK, weights_BTK = (gather(a) for a in (x_BTD, served_BTK, weights_BTK))
+        x_BTD = by_token(gather, x_BTD)
+        served_BTK, weights_BTK = gather(served_BTK), gather(weights_BTK)
         first = _index(call.exchange) * L
 
     def add(y_BTD, one):
         number, kernels = one
         weight_BT = jnp.sum(jnp.where(served_BTK == first + number, weights_BTK, 0.0), axis=-1)
-        out_BTD = call.ffn(_product, x_BTD, kernels).astype(jnp.float32)
+        product = partial(one_expert_product, call.exchange)
+        out_BTD = call.ffn(product, x_BTD, kernels).astype(jnp.float32)
         return y_BTD + weight_BT[..., None] * out_BTD, None
 
-    start = jnp.zeros(x_BTD.shape, jnp.float32)
-    y_BTD = jax.lax.scan(add, start, (jnp.arange(L), kernels))[0].astype(x_BTD.dtype)
+    like = tokens(x_BTD)
+    start = jnp.zeros(like.shape, jnp.float32)
+    y_BTD = jax.lax.scan(add, start, (jnp.arange(L), one_by_one(kernels)))[0].astype(like.dtype)
     if call.exchange:
         y_BTD = jax.lax.psum_scatter(y_BTD, call.exchange, scatter_dimension=0, tiled=True)
     return y_BTD
-
-
-def _product(x_BTD: jax.Array, kernel_DF: jax.Array, bias_F) -> jax.Array:
-    y_BTF = jnp.matmul(x_BTD, kernel_DF)
-    return y_BTF if bias_F is None else y_BTF + bias_F
 
 
 _DISPATCHERS: dict[str, Callable[..., jax.Array]] = {

@@ -52,6 +52,19 @@ def quantize_by(scale: jax.Array, x: jax.Array, format: Format) -> Quantized:
     return Quantized(_cast(scaled, format), scale.reshape((1,) * x.ndim))
 
 
+def quantize_groups(
+    x_MF: jax.Array, format: Format, groups_M: jax.Array, num: int, over: tuple[str, ...]
+) -> Quantized:
+    """Round rows, with a scale for each of `num` groups of them and each column, [num, F].
+
+    Rows of other groups become 0. `over`: as in `quantize`.
+    """
+    largest = jax.ops.segment_max(_magnitude(x_MF), groups_M, num + 1)[:num]
+    scale = scale_of(_over_devices(jnp.maximum(largest, 0.0), over), format)
+    scale_MF = scale.at[groups_M].get(mode="fill", fill_value=jnp.inf)
+    return Quantized(_cast(x_MF.astype(jnp.float32) / scale_MF, format), scale)
+
+
 def no_dims_of_one(scale: jax.Array) -> jax.Array:
     """A scale of size 1 as a scalar: XLA would split its dims of 1 as those beside it are split,
     and spend a collective on putting it together again."""
@@ -69,9 +82,15 @@ def scale_of(largest: jax.Array, format: Format) -> jax.Array:
 
 
 def _largest(x: jax.Array, shared: Sequence[int], over: tuple[str, ...] = ()) -> jax.Array:
+    return _over_devices(jnp.max(_magnitude(x), axis=tuple(shared), keepdims=True), over)
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
     # NaN counts as infinite: a maximum over devices need not keep a NaN.
-    magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf)
-    largest = jnp.max(magnitude, axis=tuple(shared), keepdims=True)
+    return jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf)
+
+
+def _over_devices(largest: jax.Array, over: tuple[str, ...]) -> jax.Array:
     return jax.lax.pmax(largest, over) if over else largest
 
 

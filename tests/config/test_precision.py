@@ -65,11 +65,12 @@ def changed(config=FP8, **fields):
         ),
         (
             lambda: changed(
+                precision="mxfp8",
                 model=dataclasses.replace(
                     FP8.model, moe=MoeConfig(num_experts=4, dispatcher="dropless")
-                )
+                ),
             ),
-            "got 'dropless', expected capacity with precision fp8",
+            "got 'dropless', expected capacity or allgather with precision mxfp8",
         ),
         (
             lambda: changed(

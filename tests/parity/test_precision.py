@@ -52,6 +52,8 @@ def model(precision, quantize=FLOAT32, **settings):
 MODELS = {
     "dense": {},
     "experts": {"moe": EXPERTS, "num_layers": 2},
+    "dropless": {"moe": dataclasses.replace(EXPERTS, dispatcher="dropless"), "num_layers": 1},
+    "allgather": {"moe": dataclasses.replace(EXPERTS, dispatcher="allgather"), "num_layers": 1},
     "ends in bf16": {"quantize": ENDS, "train": {"remat": "full"}},
     "f8 saved": {"train": {"remat": "selective", "remat_save": ("quantized",)}},
     "biases, packed": {
@@ -75,6 +77,9 @@ STEPS_NIGHTLY = [
     ("dense", "pipeline=4,schedule=gpipe,microbatches=4"),
     ("dense", "data=2,pipeline=2,tensor=2,chunks=2,microbatches=4"),
     ("experts", "expert=4,tensor=2"),
+    ("dropless", "expert=4,tensor=2"),
+    ("allgather", "expert=4,tensor=2"),
+    ("latent, two tokens", "data=2,fsdp=2,tensor=2,microbatches=4"),
     ("ends in bf16", "data=2,fsdp=2,tensor=2,microbatches=4"),
     ("f8 saved", "data=1,microbatches=4"),
 ]
@@ -140,6 +145,34 @@ def test_delayed_scales_of_later_steps_are_those_of_one_device(features, layout)
         if name.startswith("quantize/"):
             assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
     assert_close(state.params, expected.params, 1e-3)  # Adam's first steps amplify rounding
+
+
+@pytest.mark.parametrize(
+    ("precision", "dispatcher", "layout"),
+    [
+        ("fp8", "dropless", "expert=2,tensor=2"),
+        ("fp8", "allgather", "expert=2,tensor=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ("fp8_rowwise", "dropless", "fsdp=2,expert=2,tensor=2"),
+                ("fp8_rowwise", "allgather", "data=2,expert=2,tensor=2,microbatches=4"),
+                ("int8", "dropless", "data=1"),
+                ("int8", "allgather", "data=1"),
+                ("fp8", "dropless", "pipeline=2,expert=2,tensor=2,microbatches=4"),
+            )
+        ),
+    ],
+)
+def test_dispatchers_agree_where_no_token_is_dropped(precision, dispatcher, layout):
+    """On any layout with the capacity dispatcher on one device."""
+    moe = dataclasses.replace(EXPERTS, capacity_factor=8.0)
+    layers = 2 if "pipeline" in layout else 1
+    sums, expected = first_gradients(model(precision, moe=moe, num_layers=layers), "data=1")
+    assert np.sum(sums.router["group0"]["block0"].dropped) == 0
+    other = dataclasses.replace(moe, capacity_factor=1.25, dispatcher=dispatcher)
+    _, gradients = first_gradients(model(precision, moe=other, num_layers=layers), layout)
+    assert_close(by_name(gradients), by_name(expected), TOLERANCE)
 
 
 def rounded(params):

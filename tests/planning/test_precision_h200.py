@@ -26,6 +26,7 @@ KERNELS = EMBED * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * EMBED * FFN
 GROUPED = AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 
 
+CAPACITY = MoeConfig(num_experts=8, capacity_factor=1.0)
 LATENT = {
     "num_layers": 2,
     "attention": AttentionConfig(
@@ -45,14 +46,13 @@ LATENT_KERNELS = (
 
 def compiled(precision, layout, model=(), **train):
     layout = parse_layout(layout)
-    moe = MoeConfig(num_experts=8, capacity_factor=1.0) if layout.mesh.expert > 1 else MoeConfig()
+    moe = CAPACITY if layout.mesh.expert > 1 else MoeConfig()
     config = Config(
         model=ModelConfig(
             vocab_size=1024,
             embed_dim=EMBED,
             ffn_dim=FFN,
-            moe=moe,
-            **{"num_layers": LAYERS, "attention": GROUPED, **dict(model)},
+            **{"num_layers": LAYERS, "attention": GROUPED, "moe": moe, **dict(model)},
         ),
         data=DataConfig(separate_documents=False),
         train=TrainConfig(seq_len=SEQ, batch_size=ROWS, **train),
@@ -76,6 +76,13 @@ def assert_layers_multiply_in_8_bits(summary, kernels_per_token=LAYERS * KERNELS
     assert [g for g in in_layers if not any(name in g.op_name for name in own)] == []
     tokens = ROWS * SEQ // 8
     assert sum(g.flops for g in narrow) == 3 * 2 * tokens * kernels_per_token
+
+
+def assert_every_product_has_8_bits(summary):
+    layers = [
+        g for g in summary.all_gemms if "DecoderBlock" in g.op_name and "router" not in g.op_name
+    ]
+    assert layers and all(is_narrow(g.lhs) and is_narrow(g.rhs) for g in layers)
 
 
 def assert_what_is_gathered_has_8_bits(summary):
@@ -156,6 +163,17 @@ def test_latent_attention_and_predictors_of_further_tokens_multiply_in_8_bits(h2
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("dispatcher", ["dropless", "allgather"])
+def test_what_other_dispatchers_multiply_and_send_has_8_bits(h200_mesh, dispatcher):
+    moe = MoeConfig(num_experts=8, dispatcher=dispatcher, allow_expanded_products=True)
+    summary = compiled("fp8", "expert=4,tensor=2", {"moe": moe, "num_layers": 1})
+    assert_every_product_has_8_bits(summary)
+    kind = "all-to-all" if dispatcher == "dropless" else "all-gather"
+    sent = [c for c in summary.collectives(kind, axis="expert") if "f8e4m3fn" in c.dtypes]
+    assert sum(c.output_bytes for c in sent) >= ROWS // 4 * SEQ * EMBED
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["fp8", "fp8_delayed", "fp8_rowwise", "int8"])
 @pytest.mark.parametrize(
     "layout",
@@ -163,9 +181,4 @@ def test_latent_attention_and_predictors_of_further_tokens_multiply_in_8_bits(h2
      "expert=4,tensor=2"],
 )  # fmt: skip
 def test_no_layout_loses_a_product(h200_mesh, precision, layout):
-    layers = [
-        g
-        for g in compiled(precision, layout).all_gemms
-        if "DecoderBlock" in g.op_name and "router" not in g.op_name
-    ]
-    assert layers and all(is_narrow(g.lhs) and is_narrow(g.rhs) for g in layers)
+    assert_every_product_has_8_bits(compiled(precision, layout))
