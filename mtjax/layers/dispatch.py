@@ -23,16 +23,15 @@ from mtjax.config.model import ModelConfig
 from mtjax.config.moe import MoeConfig
 from mtjax.layers.context import token_order
 from mtjax.layers.expert_products import (
-    apart,
     by_token,
     expert_product,
     grouped_product,
     held,
     hold,
     num_experts,
+    one_by_one,
     one_expert_product,
     round_tokens,
-    together,
     tokens,
 )
 from mtjax.layers.mlp import activate
@@ -288,10 +287,8 @@ def _allgather(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) ->
         served_BTK, weights_BTK = gather(served_BTK), gather(weights_BTK)
         first = _index(call.exchange) * L
 
-    stacked, of_all = apart(kernels)
-
     def add(y_BTD, one):
-        number, kernels = one[0], together(one[1], of_all)
+        number, kernels = one
         weight_BT = jnp.sum(jnp.where(served_BTK == first + number, weights_BTK, 0.0), axis=-1)
         product = partial(one_expert_product, call.exchange)
         out_BTD = call.ffn(product, x_BTD, kernels).astype(jnp.float32)
@@ -299,7 +296,7 @@ def _allgather(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) ->
 
     like = tokens(x_BTD)
     start = jnp.zeros(like.shape, jnp.float32)
-    y_BTD = jax.lax.scan(add, start, (jnp.arange(L), stacked))[0].astype(like.dtype)
+    y_BTD = jax.lax.scan(add, start, (jnp.arange(L), one_by_one(kernels)))[0].astype(like.dtype)
     if call.exchange:
         y_BTD = jax.lax.psum_scatter(y_BTD, call.exchange, scatter_dimension=0, tiled=True)
     return y_BTD

@@ -35,22 +35,23 @@ def hold(kernel: Any, names: Names) -> Any:
     return kernel.map_kernel(one) if isinstance(kernel, QuantizedKernel) else one(kernel)
 
 
+def one_by_one(kernels: dict[str, Any]) -> dict[str, Any]:
+    """Kernels and biases in which everything has a leading dim of experts."""
+    num = num_experts(kernels)
+
+    def one(kernel: Any) -> Any:
+        if not isinstance(kernel, QuantizedKernel):
+            return kernel
+        of_all = kernel.record, kernel.scales
+        record, scales = jax.tree.map(lambda a: jnp.broadcast_to(a, (num, *a.shape)), of_all)
+        return kernel.replace(record=record, scales=scales)
+
+    return {name: one(kernel) for name, kernel in kernels.items()}
+
+
 def num_experts(kernels: dict[str, Any]) -> int:
     """How many experts these kernels are of."""
     return jax.tree.leaves(kernels["up"])[0].shape[0]
-
-
-def apart(kernels: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is stacked by expert, to be scanned, and what all experts of a layer share."""
-    quantized = {n: k for n, k in kernels.items() if isinstance(k, QuantizedKernel)}
-    stacked = {n: k.replace(record=None, scales=None) for n, k in quantized.items()}
-    return kernels | stacked, {n: (k.record, k.scales) for n, k in quantized.items()}
-
-
-def together(kernels: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """One expert's kernels and biases, from both."""
-    joined = {n: kernels[n].replace(record=r, scales=s) for n, (r, s) in shared.items()}
-    return kernels | joined
 
 
 def round_tokens(x_BTD: jax.Array, kernel: Any) -> jax.Array | Operand:

@@ -185,15 +185,12 @@ class _Saved(NamedTuple):
 
 def _forward(how, x, kernel):
     parts = x.carrier.shape[0] if x.carrier.ndim > x.forward.values.ndim else 0
-    record = None
-    if kernel.record is not None:
-        record = x.record, kernel.record.reshape(3, -1)[1]
     saved = _Saved(
         x.backward or x.forward,
         kernel.backward or kernel.forward,
         jnp.zeros((parts, 0), kernel.carrier.dtype),
         None if kernel.scales is None else kernel.scales[1],
-        record,
+        record_so_far(x, kernel),
     )
     return _product(how, x, kernel), saved
 
@@ -254,10 +251,21 @@ def _round_gradient(how, g, out_dims, token_dims, scales, record) -> tuple[Any, 
         g = g.astype(jnp.float32)
         g_in = quantize_activation(recipe, recipe.g, g * w_scale, out_dims)
         g_w = quantize_activation(recipe, recipe.g, g * x_scale, token_dims, place.token_axes)
-    if record is not None:
-        record = jnp.concatenate([*record, report(recipe, recipe.g, g, g_in)])
     whole = _whole(how, g_in)
-    return whole, whole if g_w is g_in else _whole(how, g_w), record
+    both = whole, whole if g_w is g_in else _whole(how, g_w)
+    return *both, whole_record(recipe, record, g, g_in)
+
+
+def record_so_far(x: Operand, kernel: QuantizedKernel) -> Any:
+    """Of x and of w, if the kernel keeps one."""
+    return None if kernel.record is None else (x.record, kernel.record.reshape(3, -1)[1])
+
+
+def whole_record(recipe: Recipe, so_far: Any, g: jax.Array, rounded: Quantized) -> Any:
+    """With that of g, once it is rounded."""
+    if so_far is None:
+        return None
+    return jnp.concatenate([*so_far, report(recipe, recipe.g, g, rounded)])
 
 
 def _whole(how: _How, g: Quantized) -> Quantized:

@@ -45,6 +45,13 @@ def quantize(
     return Quantized(_cast(x.astype(jnp.float32) / no_dims_of_one(scale), format), scale)
 
 
+def quantize_by(scale: jax.Array, x: jax.Array, format: Format) -> Quantized:
+    """Round `x` with a scale that is known before it, a scalar. What is not finite becomes NaN by
+    itself, so that nothing waits for a reduction."""
+    scaled = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / scale, jnp.nan)
+    return Quantized(_cast(scaled, format), scale.reshape((1,) * x.ndim))
+
+
 def quantize_groups(
     x_MF: jax.Array, format: Format, groups_M: jax.Array, num: int, over: tuple[str, ...]
 ) -> Quantized:
@@ -56,13 +63,6 @@ def quantize_groups(
     scale = scale_of(_over_devices(jnp.maximum(largest, 0.0), over), format)
     scale_MF = scale.at[groups_M].get(mode="fill", fill_value=jnp.inf)
     return Quantized(_cast(x_MF.astype(jnp.float32) / scale_MF, format), scale)
-
-
-def quantize_by(scale: jax.Array, x: jax.Array, format: Format) -> Quantized:
-    """Round `x` with a scale that is known before it, a scalar. What is not finite becomes NaN by
-    itself, so that nothing waits for a reduction."""
-    scaled = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / scale, jnp.nan)
-    return Quantized(_cast(scaled, format), scale.reshape((1,) * x.ndim))
 
 
 def no_dims_of_one(scale: jax.Array) -> jax.Array:

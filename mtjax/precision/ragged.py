@@ -5,20 +5,24 @@ the last group have no kernel; what they give is never read.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from mtjax.precision.product import Operand, Placement, QuantizedKernel
+from mtjax.precision.product import (
+    Operand,
+    Placement,
+    QuantizedKernel,
+    record_so_far,
+    whole_record,
+)
 from mtjax.precision.quantize import (
-    Quantized,
     no_dims_of_one,
     quantize_activation,
     quantize_groups,
 )
 from mtjax.precision.recipe import Recipe
-from mtjax.precision.statistics import report
 
 
 class _How(NamedTuple):
@@ -31,46 +35,32 @@ def ragged_product(
 ) -> jax.Array:
     """Rows times their kernels, [M, F], in the compute dtype; `sizes_L`: rows of each group."""
     assert not kernel_LDF.recipe.emulated, "tiles along the rows would mix groups"
-    return _product(_How(kernel_LDF.recipe, placement), x_MD, kernel_LDF, sizes_L)
+    how = _How(kernel_LDF.recipe, placement)
+    return _product(how, x_MD, kernel_LDF, sizes_L)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: _How, x: Operand, kernel: QuantizedKernel, sizes_L: jax.Array) -> jax.Array:
-    carrier, w = kernel.carrier, kernel.forward
-    y_MF = _ragged(x.forward.values, w.values, sizes_L, ((1,), (1,)), carrier.dtype, "default")
+def _product(how: _How, x: Operand, kernel: QuantizedKernel, sizes_L: jax.Array):
+    w, dtype = kernel.forward, kernel.carrier.dtype
+    y_MF = _ragged(x.forward.values, w.values, sizes_L, ((1,), (1,)), dtype, "default")
     scale = no_dims_of_one(x.forward.scale) * _of_rows(w.scale, x.forward.values, sizes_L)
-    return (y_MF * scale).astype(carrier.dtype)
-
-
-class _Saved(NamedTuple):
-    """For the backward pass; `nothing`, of size 0, has the dtype of the gradients."""
-
-    x: Quantized
-    w: Quantized
-    sizes_L: jax.Array
-    nothing: jax.Array
-    g_scale: Any
-    record: Any
-    """Of x and of w."""
+    return (y_MF * scale).astype(dtype)
 
 
 def _forward(how, x, kernel, sizes_L):
-    nothing = jnp.zeros(0, kernel.carrier.dtype)
-    record = None
-    if kernel.record is not None:
-        record = x.record, kernel.record.reshape(3, -1)[1]
     g_scale = None if kernel.scales is None else kernel.scales[1]
-    saved = _Saved(x.forward, kernel.forward, sizes_L, nothing, g_scale, record)
+    like = jnp.zeros(0, kernel.carrier.dtype)
+    saved = x.forward, kernel.forward, sizes_L, like, g_scale, record_so_far(x, kernel)
     return _product(how, x, kernel, sizes_L), saved
 
 
 def _backward(how, saved, g_MF):
-    x, w, sizes_L, recipe, dtype = saved.x, saved.w, saved.sizes_L, how.recipe, saved.nothing.dtype
-    ragged = partial(_ragged, precision="highest", dtype=dtype)
-    w_scale, given = _of_rows(w.scale, x.values, sizes_L), g_MF
+    (x, w, sizes_L, like, known_scale, record), recipe = saved, how.recipe
+    dtype, ragged = like.dtype, partial(_ragged, precision="highest", dtype=like.dtype)
+    w_scale = _of_rows(w.scale, x.values, sizes_L)
     if recipe.one_gradient:
         axes = how.placement.tensor_axes
-        g = quantize_activation(recipe, recipe.g, g_MF, (1,), axes, saved.g_scale)
+        g = quantize_activation(recipe, recipe.g, g_MF, (1,), axes, known_scale)
         g_scale = no_dims_of_one(g.scale)
         g_in, in_scale = g.values, g_scale * w_scale
         g_w, scale_LDF = g.values, g_scale * no_dims_of_one(x.scale)
@@ -85,9 +75,7 @@ def _backward(how, saved, g_MF):
         scale_LDF = scale_LF[:, None]
     dx_MD = (ragged(g_in, w.values, sizes_L, ((1,), (2,))) * in_scale).astype(dtype)
     dw_LDF = (ragged(x.values, g_w, sizes_L, ((0,), (0,))) * scale_LDF).astype(dtype)
-    record = saved.record
-    if record is not None:
-        record = jnp.concatenate([*record, report(recipe, recipe.g, given, g)])
+    record = whole_record(recipe, record, g_MF, g)
     return Operand(dx_MD, None, None), QuantizedKernel(dw_LDF, None, None, recipe, record), None
 
 
