@@ -44,6 +44,11 @@ def latent(mla, **settings):
     return {"attention": heads, "dropout": 0.0} | settings
 
 
+def dispatched(dispatcher):
+    """The experts, by a dispatcher that has no capacity."""
+    return dataclasses.replace(EXPERTS, capacity_factor=1.25, dispatcher=dispatcher)
+
+
 def model(precision, quantize=FLOAT32, **settings):
     plain = changed(**({"num_layers": 4} | settings))
     return dataclasses.replace(plain, precision=precision, quantize=quantize)
@@ -52,8 +57,8 @@ def model(precision, quantize=FLOAT32, **settings):
 MODELS = {
     "dense": {},
     "experts": {"moe": EXPERTS, "num_layers": 2},
-    "dropless": {"moe": dataclasses.replace(EXPERTS, dispatcher="dropless"), "num_layers": 1},
-    "allgather": {"moe": dataclasses.replace(EXPERTS, dispatcher="allgather"), "num_layers": 1},
+    "dropless": {"moe": dispatched("dropless"), "num_layers": 1},
+    "allgather": {"moe": dispatched("allgather"), "num_layers": 1},
     "ends in bf16": {"quantize": ENDS, "train": {"remat": "full"}},
     "f8 saved": {"train": {"remat": "selective", "remat_save": ("quantized",)}},
     "biases, packed": {
@@ -170,8 +175,8 @@ def test_dispatchers_agree_where_no_token_is_dropped(precision, dispatcher, layo
     layers = 2 if "pipeline" in layout else 1
     sums, expected = first_gradients(model(precision, moe=moe, num_layers=layers), "data=1")
     assert np.sum(sums.router["group0"]["block0"].dropped) == 0
-    other = dataclasses.replace(moe, capacity_factor=1.25, dispatcher=dispatcher)
-    _, gradients = first_gradients(model(precision, moe=other, num_layers=layers), layout)
+    other = model(precision, moe=dispatched(dispatcher), num_layers=layers)
+    _, gradients = first_gradients(other, layout)
     assert_close(by_name(gradients), by_name(expected), TOLERANCE)
 
 
