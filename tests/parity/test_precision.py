@@ -68,7 +68,7 @@ MODELS = {
     },
     "latent, two tokens": latent(MLA, num_layers=1, mtp=MtpConfig(depth=1), packed=True),
     "latent of keys": latent(dataclasses.replace(MLA, q_rank=0), num_layers=2, init_std=0.08),
-    "long": {"attention": {"dropout": 0.0}, "dropout": 0.0},
+    "long": {"attention": {"dropout": 0.0}, "dropout": 0.0, "num_layers": 2, "init_std": 0.12},
 }
 CI = [
     ("fp8", "dense", "data=2,pipeline=2,tensor=2,microbatches=4"),
