@@ -23,7 +23,6 @@ from mtjax.precision.product import carriers, with_carriers
 from mtjax.sharding import (
     axis_size,
     compute_dtypes,
-    compute_shardings,
     shard,
     spec,
     storage_shardings,
@@ -35,7 +34,7 @@ from mtjax.training.mtp import MtpSums, targets_ahead, with_mtp_loss
 from mtjax.training.optimizer import make_schedule
 from mtjax.training.pipelined import pipelined_loss_and_gradients, pipelined_sums
 from mtjax.training.quantized import join_segments, quantize_blocks
-from mtjax.training.state import LossScale, Setup, TrainState
+from mtjax.training.state import LossScale, Setup, TrainState, gathered_shardings
 
 COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
@@ -152,9 +151,7 @@ def _hidden(
 def gather_params(config: Config, setup: Setup, mesh: Mesh, params: Params) -> Params:
     """Cast or round masters to what layers use, then gather over data: one all-gather per leaf."""
     pin = jax.lax.with_sharding_constraint
-    stored, used = storage_shardings(setup.boxes, mesh), compute_shardings(setup.boxes, mesh)
-    # Blocks stay in pieces over the pipeline, which mtjax.training.pipelined takes to the stages.
-    used["blocks"] = storage_shardings(setup.boxes["blocks"], mesh, axes=("pipeline",))
+    stored, used = storage_shardings(setup.boxes, mesh), gathered_shardings(setup.boxes, mesh)
     computed = jax.tree.map(
         lambda p, dtype, stored, used: pin(pin(p.astype(dtype), stored), used),
         params,
