@@ -52,8 +52,14 @@ def model(precision, quantize=FLOAT32, **settings):
 MODELS = {
     "dense": {},
     "experts": {"moe": EXPERTS, "num_layers": 2},
-    "dropless": {"moe": dataclasses.replace(EXPERTS, dispatcher="dropless"), "num_layers": 1},
-    "allgather": {"moe": dataclasses.replace(EXPERTS, dispatcher="allgather"), "num_layers": 1},
+    "dropless": {
+        "moe": dataclasses.replace(EXPERTS, capacity_factor=1.25, dispatcher="dropless"),
+        "num_layers": 1,
+    },
+    "allgather": {
+        "moe": dataclasses.replace(EXPERTS, capacity_factor=1.25, dispatcher="allgather"),
+        "num_layers": 1,
+    },
     "ends in bf16": {"quantize": ENDS, "train": {"remat": "full"}},
     "f8 saved": {"train": {"remat": "selective", "remat_save": ("quantized",)}},
     "biases, packed": {
@@ -62,6 +68,7 @@ MODELS = {
         "packed": True,
     },
     "latent, two tokens": latent(MLA, num_layers=1, mtp=MtpConfig(depth=1), packed=True),
+    "latent, pipelined": latent(MLA, num_layers=2, mtp=MtpConfig(depth=1)),
     "latent of keys": latent(dataclasses.replace(MLA, q_rank=0), num_layers=2, init_std=0.08),
     "long": {"attention": {"dropout": 0.0}, "dropout": 0.0},
 }
@@ -80,6 +87,8 @@ STEPS_NIGHTLY = [
     ("dropless", "expert=4,tensor=2"),
     ("allgather", "expert=4,tensor=2"),
     ("latent, two tokens", "data=2,fsdp=2,tensor=2,microbatches=4"),
+    ("latent, pipelined", "pipeline=2,tensor=2,microbatches=4"),
+    ("latent, pipelined", "pipeline=2,schedule=gpipe,microbatches=4"),
     ("ends in bf16", "data=2,fsdp=2,tensor=2,microbatches=4"),
     ("f8 saved", "data=1,microbatches=4"),
 ]
