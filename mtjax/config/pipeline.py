@@ -91,13 +91,6 @@ def check_pipeline(
         "change it, or use schedule 1f1b, which takes any number",
     )
     require(
-        not model.mtp.depth,
-        "model.mtp.depth",
-        model.mtp.depth,
-        f"0 while mesh.pipeline is {num_stages}, whose last stage would do all its work",
-        "use mesh.fsdp and mesh.expert, or train without it",
-    )
-    require(
         not train.remat_offload,
         "train.remat_offload",
         train.remat_offload,

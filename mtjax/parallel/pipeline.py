@@ -138,7 +138,8 @@ def run_forward(
         chunk, microbatch, _ = ticks.of_stage(schedule.num_stages - 1, schedule.forward, t)
         leaves = chunk == schedule.num_chunks - 1
         data = pick(batch, microbatch)
-        new = ticks.where_needed(leaves, lambda: loss(shared, y_BTD, data), _pin_scalars)
+        own = recorded_where(leaves, shared)
+        new = ticks.where_needed(leaves, lambda: loss(own, y_BTD, data), _pin_scalars)
         sums = jax.tree.map(lambda a, b: a + jnp.where(leaves, b, 0), sums, new)
         return (_next_stage(y_BTD, 1), Result(sums, chunk_loss, report)), None
 

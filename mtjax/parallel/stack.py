@@ -1,6 +1,6 @@
 """Initialise and run a model whose layers are stacked in arrays [repeat, ...] per group."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -192,11 +192,13 @@ def run_mtp(
     tokens: Sequence[jax.Array],
     positions_BT: jax.Array,
     extra: Extra,
+    embed: Callable[..., jax.Array] = embed_tokens,
 ) -> tuple[list[jax.Array], Any]:
     """What the output head reads behind each module, [B, T, D], and statistics {"block": ...}.
 
     `h_BTD` is what it reads behind the model, `tokens` for each module k = 1, 2, ... the ids [B, T]
-    that stand k places ahead. Of `extra.loads` it takes "mtp".
+    that stand k places ahead. Of `extra.loads` it takes "mtp". `embed` looks tokens up, as
+    `embed_tokens` does.
     """
 
     def module(spec, h_BTD, e_BTD, module_params, inputs):
@@ -211,7 +213,7 @@ def run_mtp(
             inputs = inputs._replace(load=extra.loads["mtp"]["block"][depth])
         if extra.keys is not None:
             inputs = inputs._replace(keys=fold_rows(extra.keys, model.num_layers + depth))
-        e_BTD = embed_tokens(model, params["embed"], tokens_BT, positions_BT, inputs.keys)
+        e_BTD = embed(model, params["embed"], tokens_BT, positions_BT, inputs.keys)
         h_BTD, found = run(mtp_spec(model), h_BTD, e_BTD, own, inputs)
         hidden.append(h_BTD)
         stats.append({"block": found})

@@ -21,6 +21,8 @@ def estimate_memory(config: Config) -> dict[str, float]:
     mesh = config.mesh
     shards = mesh.fsdp * mesh.pipeline * mesh.context * mesh.expert * mesh.tensor
     local = padded_params(config.model) / shards
+    # In a pipeline every stage uses the modules of multi-token prediction, and adds up gradients.
+    used = local + count_mtp_params(config.model) * (mesh.pipeline - 1) / shards
     compute = _COMPUTE_BYTES[config.compute_dtype]
     stored = 4 + _MOMENT_BYTES[config.optimizer.name]
     blocks = local - _table_params(config.model) / shards
@@ -28,8 +30,8 @@ def estimate_memory(config: Config) -> dict[str, float]:
     quantized = blocks * (1 - kept / config.model.num_layers) if config.quantized else 0.0
     return {
         "parameters and optimizer": stored * local / mesh.data,
-        "weights in the compute dtype": compute * (local - quantized) + quantized,
-        "gradients": 4 * local,
+        "weights in the compute dtype": compute * (used - quantized) + quantized,
+        "gradients": 4 * used,
         "gradients of one microbatch": compute * blocks,
         "saved activations": _saved_bytes(config) * saved_layers(config),
         "working set": max(_block_bytes(config), _loss_bytes(config)),

@@ -117,13 +117,14 @@ def _compute_bytes(config: Config, boxes: Any, mesh: Any) -> int:
     import jax
     import jax.numpy as jnp
 
-    from mtjax.sharding import is_boxed, storage_shardings
+    from mtjax.sharding import is_boxed
     from mtjax.training.quantized import quantized_share
+    from mtjax.training.state import gathered_shardings
     from mtjax.training.step import COMPUTE_DTYPES
 
     wide = jnp.dtype(COMPUTE_DTYPES[config.compute_dtype]).itemsize
     total = 0.0
-    used = storage_shardings(boxes, mesh, axes=("pipeline",))
+    used = gathered_shardings(boxes, mesh)
     for (path, box), sharding in zip(
         jax.tree_util.tree_leaves_with_path(boxes, is_leaf=is_boxed),
         jax.tree.leaves(used),
@@ -139,10 +140,10 @@ def _param_rows(boxes: Any, mesh: Any) -> tuple[ParamRow, ...]:
     """Layouts of the parameters, most parameters first."""
     import jax
 
-    from mtjax.sharding import is_boxed, storage_shardings
+    from mtjax.sharding import is_boxed
+    from mtjax.training.state import gathered_shardings
 
-    # Blocks whose layers no even cut gives to the stages lie in pieces over the pipeline.
-    used = storage_shardings(boxes, mesh, axes=("pipeline",))
+    used = gathered_shardings(boxes, mesh)
 
     total: Counter[tuple[str, str]] = Counter()
     local: Counter[tuple[str, str]] = Counter()

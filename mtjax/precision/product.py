@@ -85,15 +85,19 @@ def _is_kernel(node: object) -> bool:
 
 
 def recorded_where(real: jax.Array, params: Any) -> Any:
-    """The parameters, such that records of what is not real are dropped."""
+    """The parameters, or their carriers, such that records of what is not real are dropped."""
+
+    def only(record: jax.Array) -> jax.Array:
+        return jnp.where(real, record, jax.lax.stop_gradient(record))
 
     def one(node: Any) -> Any:
-        if not _is_kernel(node) or node.record is None:
-            return node
-        dropped = jax.lax.stop_gradient(node.record)
-        return node.replace(record=jnp.where(real, node.record, dropped))
+        if is_trained(node):
+            return node._replace(record=only(node.record))
+        if _is_kernel(node) and node.record is not None:
+            return node.replace(record=only(node.record))
+        return node
 
-    return jax.tree.map(one, params, is_leaf=_is_kernel)
+    return jax.tree.map(one, params, is_leaf=lambda node: _is_kernel(node) or is_trained(node))
 
 
 def is_trained(node: object) -> bool:

@@ -22,12 +22,22 @@ from mtjax.parallel.pipeline import (
     Gradients,
     Result,
     StagedModel,
+    counted_once,
     pick,
     run_1f1b,
     run_forward,
 )
 from mtjax.parallel.schedule import Schedule, make_schedule
-from mtjax.parallel.stack import Params, Scanned, embed_tokens, output_head, rope_angles, run_units
+from mtjax.parallel.stack import (
+    Extra,
+    Params,
+    Scanned,
+    embed_tokens,
+    output_head,
+    rope_angles,
+    run_mtp,
+    run_units,
+)
 from mtjax.parallel.stages import (
     StageLayout,
     by_run,
@@ -45,15 +55,16 @@ from mtjax.precision.product import (
 from mtjax.sharding import axis_size, is_boxed, storage_shardings, sum_over_manual
 from mtjax.training import routers
 from mtjax.training.losses import LossSums, linear_cross_entropy, loss_config
+from mtjax.training.mtp import MtpSums, with_mtp_loss
 from mtjax.training.quantized import unsplit, without_records
 from mtjax.training.state import Setup
 
 _pin = jax.lax.with_sharding_constraint
 
+Sums = LossSums | routers.RoutedSums | MtpSums
 
-def pipelined_sums(
-    config: Config, setup: Setup, mesh: Mesh, params: Params, batch: Any
-) -> LossSums | routers.RoutedSums:
+
+def pipelined_sums(config: Config, setup: Setup, mesh: Mesh, params: Params, batch: Any) -> Sums:
     """Loss sums of a whole batch (`mtjax.training.step.StepInput`), for evaluation.
 
     `params` come from `mtjax.training.step.gather_params`, here and below.
@@ -76,7 +87,7 @@ def pipelined_loss_and_gradients(
     key: jax.Array | None,
     scale: jax.Array | float,
     router_scales: routers.RouterScales | None,
-) -> tuple[LossSums | routers.RoutedSums, Params, Any]:
+) -> tuple[Sums, Params, Any]:
     """What `mtjax.training.step.differentiate` returns, by the schedule of the config."""
     schedule = _schedule(config)
 
@@ -101,13 +112,16 @@ def pipelined_loss_and_gradients(
     return _whole_sums(config, result), jax.tree.map(_pin, gradients, stored), records
 
 
-def _whole_sums(config: Config, result: Result) -> LossSums | routers.RoutedSums:
+def _whole_sums(config: Config, result: Result) -> Sums:
     """Sums of the whole model: with those of its routers, if it has any."""
     sums = result.sums
     if not config.model.moe.num_experts:
         return sums
     stats = unstack_stages(_layout(config), config.model, result.report)
-    return routers.RoutedSums(sums.total + result.loss, sums.cross_entropy, stats)
+    total = sums.total + result.loss
+    if isinstance(sums, MtpSums):
+        return sums._replace(total=total, router=stats | sums.router)
+    return routers.RoutedSums(total, sums.cross_entropy, stats)
 
 
 def _schedule(config: Config) -> Schedule:
@@ -142,7 +156,8 @@ def _in_region(
     with_gradients: bool = True,
 ) -> tuple[Result, Any]:
     """`run` on each stage and data shard; its result and gradients, each added up."""
-    boxes = {name: setup.boxes[name] for name in ("embed", "head")}
+    shared = ("embed", "head") if batch.ahead is None else ("embed", "head", "mtp")
+    boxes = {name: setup.boxes[name] for name in shared}
     names = jax.tree.map(lambda box: box.names, boxes, is_leaf=is_boxed)
     split = jax.tree.map(lambda box: "vocab" in box.names, boxes, is_leaf=is_boxed)
     layout = _layout(config)
@@ -150,10 +165,17 @@ def _in_region(
 
     def local(blocks: Any, shared: Any, batch: Any, extra: _StepWide) -> Any:
         blocks, batch = jax.tree.map(lambda leaf: leaf[:, 0], blocks), _only_active(batch)
-        model = _staged_model(config, layout, names, extra)
+        shared, rounded = carriers(shared), shared
+        own_names = jax.tree.map(
+            lambda node, leaf: Trained(leaf, (None, None)) if is_trained(node) else leaf,
+            shared,
+            names,
+            is_leaf=is_trained,
+        )
+        model = _staged_model(config, layout, own_names, extra, rounded)
         if extra.router_scales is not None and _takes_loads_first(config):
             loads = _loads(config, model, blocks, shared, batch)
-            model = _staged_model(config, layout, names, extra, loads)
+            model = _staged_model(config, layout, own_names, extra, rounded, loads)
         result, gradients = run(model, blocks, shared, batch, extra.scale)
         by_stage = functools.partial(jax.tree.map, lambda leaf: leaf[:, None])
         result = result._replace(report=by_stage(result.report))
@@ -196,12 +218,26 @@ def _takes_loads_first(config: Config) -> bool:
     return config.model.moe.balance_scope == "global" and config.train.microbatches > 1
 
 
-def _loads(config: Config, model: StagedModel, blocks: Any, shared: Any, batch: Any) -> Any:
-    """Loads [V, U, E] of this stage's routers over the whole batch, by a pass without gradients."""
-    no_loss = model._replace(loss=lambda *_: LossSums(jnp.float32(0), jnp.float32(0)))
+class _Loads(NamedTuple):
+    """Loads of routers over the whole batch."""
+
+    layers: Any
+    """[V, U, E] of this stage's."""
+    modules: Any
+    """[depth, E] of those of multi-token prediction, in the structure that `run_mtp` takes."""
+
+
+def _loads(config: Config, model: StagedModel, blocks: Any, shared: Any, batch: Any) -> _Loads:
+    """By a pass without gradients."""
+
+    def of_modules(shared: Any, y_BTD: jax.Array, microbatch: Any) -> Any:
+        return routers.loads(model.loss(shared, y_BTD, microbatch).router)
+
+    no_loss = model._replace(loss=of_modules if batch.ahead is not None else lambda *_: {})
     batch = batch._replace(active=None)
-    report = run_forward(no_loss, _schedule(config), blocks, shared, batch).report
-    return jax.tree.map(lambda load: sum_over_manual(load, "batch"), routers.loads(report))
+    result = run_forward(no_loss, _schedule(config), blocks, shared, batch)
+    found = _Loads(routers.loads(result.report), result.sums)
+    return jax.tree.map(lambda load: sum_over_manual(load, "batch"), found)
 
 
 def _to_stages(layout: StageLayout, blocks: Any, at_rest: Any) -> Any:
@@ -249,9 +285,15 @@ def _stacked(sharding: NamedSharding, at_stage: bool) -> NamedSharding:
 
 
 def _staged_model(
-    config: Config, layout: StageLayout, shared_names: Any, extra: _StepWide, loads: Any = None
+    config: Config,
+    layout: StageLayout,
+    shared_names: Any,
+    extra: _StepWide,
+    rounded: Any,
+    loads: _Loads | None = None,
 ) -> StagedModel:
-    """The parts of the model, for one stage; `loads` as from `_loads`."""
+    """The parts of the model, for one stage; `rounded` holds the quantised kernels of shared
+    parameters, which the parts get as what is differentiated."""
     model, train, key = config.model, config.train, extra.key
     # Tables are one stage's piece of the vocabulary; the loss knows the whole one.
     piece = model.with_vocab_shard(config.mesh.pipeline)
@@ -271,7 +313,7 @@ def _staged_model(
         return BlockInputs(angles, microbatch.segments, keys(microbatch), microbatch.counts)
 
     def chunk(params: Any, x_BTD: jax.Array, inputs: BlockInputs, index: jax.Array) -> ChunkOutput:
-        own_loads = None if loads is None else pick(loads, index)
+        own_loads = None if loads is None else pick(loads.layers, index)
         stats = {}
         for name, run in layout.runs.items():
             units_U = jnp.asarray(run.index_VSU)[index, stage]
@@ -281,10 +323,26 @@ def _staged_model(
             x_BTD, (_, stats[name]) = run_units(run.unit, train, scanned, x_BTD, inputs)
         return ChunkOutput(x_BTD, routers.router_loss(stats, extra.router_scales), stats)
 
-    def loss(shared: Any, y_BTD: jax.Array, microbatch: Any) -> LossSums:
+    def embed_everywhere(*args: Any) -> jax.Array:
+        """As the loss reads it: what the table gets of one cotangent is added up over stages."""
+        return counted_once(embed_tokens(*args))
+
+    def loss(shared: Any, y_BTD: jax.Array, microbatch: Any) -> Sums:
+        shared = with_carriers(rounded, shared)
         h_BTD, table_VD = output_head(piece, shared, y_BTD)
         labels, weights = microbatch.labels, microbatch.weights
-        return linear_cross_entropy(loss_config(config), h_BTD, table_VD, labels, weights)
+        sums: Any = linear_cross_entropy(loss_config(config), h_BTD, table_VD, labels, weights)
+        if microbatch.ahead is None:
+            return sums
+        # As the output head, on all stages: they run in lockstep, and would wait for the last.
+        tokens = [targets.tokens for targets in microbatch.ahead]
+        known = None if loads is None else loads.modules
+        more = Extra(microbatch.segments, keys(microbatch), microbatch.counts, known)
+        at = microbatch.positions
+        further, found = run_mtp(piece, train, shared, h_BTD, tokens, at, more, embed_everywhere)
+        if model.moe.num_experts:
+            sums = routers.with_router_losses(sums, {"mtp": found}, extra.router_scales)
+        return with_mtp_loss(config, sums, further, table_VD, microbatch.ahead)
 
     return StagedModel(embed, inputs, chunk, loss, shared_names)
 

@@ -141,8 +141,9 @@ def router_metrics(moe: MoeConfig, stats: Any, size: BatchSize) -> dict[str, jax
 
 def bias_metrics(params: Any, stats: Any) -> dict[str, jax.Array]:
     """How far the score biases of all layers have moved; the norm is that of the largest layer."""
+    units_of = params["blocks"] | {"mtp": params.get("mtp")}
     found = [
-        params["blocks"][group][name]["moe"]["router"]["bias"]
+        units_of[group][name]["moe"]["router"]["bias"]
         for group, units in stats.items()
         for name, layer in units.items()
         if layer is not None

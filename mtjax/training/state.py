@@ -11,7 +11,13 @@ from jax.sharding import PartitionSpec as P
 from mtjax.config import Config
 from mtjax.parallel.stack import Params, abstract_params, init_params
 from mtjax.parallel.stages import stage_layout
-from mtjax.sharding import check_divisible, is_boxed, storage_shardings, unbox
+from mtjax.sharding import (
+    check_divisible,
+    compute_shardings,
+    is_boxed,
+    storage_shardings,
+    unbox,
+)
 from mtjax.training.delayed import Delayed, start_delayed
 from mtjax.training.optimizer import make_optimizer
 
@@ -75,6 +81,15 @@ def state_shardings(mesh: Mesh, boxes: Params, abstract: TrainState) -> TrainSta
     opt_state = jax.tree_util.tree_map_with_path(one, abstract.opt_state)
     everything = jax.tree.map(lambda _: replicated, abstract)
     return everything._replace(params=stored, opt_state=opt_state)
+
+
+def gathered_shardings(boxes: Params, mesh: Mesh) -> Params:
+    """Sharding of every parameter once a step has gathered it.
+
+    Blocks stay in pieces over the pipeline, which mtjax.training.pipelined takes to the stages.
+    """
+    blocks = storage_shardings(boxes["blocks"], mesh, axes=("pipeline",))
+    return compute_shardings(boxes, mesh) | {"blocks": blocks}
 
 
 class Setup(NamedTuple):

@@ -23,7 +23,6 @@ from mtjax.precision.product import carriers, with_carriers
 from mtjax.sharding import (
     axis_size,
     compute_dtypes,
-    compute_shardings,
     is_boxed,
     shard,
     spec,
@@ -43,7 +42,7 @@ from mtjax.training.quantized import (
     quantize_modules,
     without_records,
 )
-from mtjax.training.state import LossScale, Setup, TrainState
+from mtjax.training.state import LossScale, Setup, TrainState, gathered_shardings
 
 COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
@@ -172,9 +171,7 @@ def gather_params(
     records that the config asks for.
     """
     pin = jax.lax.with_sharding_constraint
-    stored, used = storage_shardings(setup.boxes, mesh), compute_shardings(setup.boxes, mesh)
-    # Blocks stay in pieces over the pipeline, which mtjax.training.pipelined takes to the stages.
-    used["blocks"] = storage_shardings(setup.boxes["blocks"], mesh, axes=("pipeline",))
+    stored, used = storage_shardings(setup.boxes, mesh), gathered_shardings(setup.boxes, mesh)
     computed = jax.tree.map(
         lambda p, dtype, stored, used: pin(pin(p.astype(dtype), stored), used),
         params,

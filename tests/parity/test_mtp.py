@@ -1,22 +1,26 @@
 """Multi-token prediction on every layout: loss sums, statistics and gradients of one device."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
 
-from mtjax.config import MoeConfig, MtpConfig, OptimizerConfig
+from mtjax.config import MlaConfig, MoeConfig, MtpConfig, OptimizerConfig
 from mtjax.operation.metrics import METRICS
+from mtjax.training.step import dropout_key, evaluation_loss, loss_and_gradients
 from tests.parity.layouts import (
+    COMPILER_OPTIONS,
     TOLERANCE,
     assert_close,
-    by_name,
     changed,
     first_gradients,
     first_state,
+    place,
     run_steps,
 )
+from tests.parity.test_experts import without_biases
 
 EXPERTS = MoeConfig(
     num_experts=8,
@@ -27,6 +31,7 @@ EXPERTS = MoeConfig(
     balance_coefficient=0.1,
     balance_scope="global",
 )
+MLA = MlaConfig(kv_rank=16, q_rank=24, nope_dim=6, rope_dim=4, value_dim=8)
 
 
 def modules(depth=2, attention=(), **settings):
@@ -40,9 +45,36 @@ FEATURES = {
         1, {"dropout": 0.1}, dropout=0.1, train={"remat": "full"}, tied_embeddings=True
     ),
     "experts, packed": modules(packed=True, moe=EXPERTS, num_layers=1),
+    "4 layers, packed, dropout, tied": modules(
+        attention={"dropout": 0.1}, packed=True, dropout=0.1, num_layers=4, tied_embeddings=True
+    ),
+    "DeepSeek": modules(
+        1,
+        {"num_heads": 8, "num_kv_heads": None, "head_dim": None, "mla": MLA},
+        num_layers=5,
+        moe=dataclasses.replace(EXPERTS, first_dense=1, ffn_dim=24),
+        train={"remat": "full"},
+    ),
 }
-CASES = [("experts, packed", "data=2,expert=2,tensor=2,microbatches=4")]
+TIED, DEEPSEEK = "4 layers, packed, dropout, tied", "DeepSeek"
+CASES = [
+    ("experts, packed", "data=2,expert=2,tensor=2,microbatches=4"),
+    pytest.param(
+        DEEPSEEK, "data=2,pipeline=2,expert=2,chunks=2,microbatches=4", marks=pytest.mark.slow
+    ),
+]
 NIGHTLY = [
+    (TIED, "pipeline=4,microbatches=1"),
+    (TIED, "pipeline=2,schedule=gpipe,microbatches=1"),
+    (TIED, "pipeline=4,tensor=2,schedule=gpipe,microbatches=4"),
+    (TIED, "pipeline=2,chunks=2,tensor=2,microbatches=4"),
+    (TIED, "data=2,pipeline=2,fsdp=2,microbatches=8"),
+    (DEEPSEEK, "pipeline=2,expert=2,tensor=2,microbatches=1"),
+    (DEEPSEEK, "pipeline=2,expert=2,tensor=2,microbatches=4"),
+    (DEEPSEEK, "pipeline=2,expert=4,schedule=gpipe,microbatches=4"),
+    (DEEPSEEK, "pipeline=2,context=2,expert=2,microbatches=4"),
+    (DEEPSEEK, "pipeline=4,expert=2,microbatches=8"),
+    (DEEPSEEK, "fsdp=2,pipeline=2,expert=2,microbatches=2"),
     ("dense, packed, windows", "fsdp=2,context=2,tensor=2,microbatches=4,exchange=ring"),
     *(("dense, packed, windows", layout) for layout in ("data=8", "fsdp=8", "tensor=8")),
     *(
@@ -64,14 +96,53 @@ def test_loss_statistics_and_gradients_are_those_of_one_device(feature, layout):
     assert expected_sums.mtp > 0
     for ours, theirs in zip(jax.tree.leaves(sums), jax.tree.leaves(expected_sums), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
-    without = [
-        {name: leaf for name, leaf in by_name(tree).items() if not name.endswith("router.bias")}
-        for tree in (gradients, expected)
-    ]
-    assert_close(*without, TOLERANCE)
+    assert_close(without_biases(gradients), without_biases(expected), TOLERANCE)
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_batch_ramp_leaves_out_the_microbatches_without_data(schedule):
+    """Their weights are garbage: neither gradients nor statistics know."""
+    layout, active = f"pipeline=2,expert=2,schedule={schedule},microbatches=4", 3
+    config, mesh, setup, state, batch = place(FEATURES[DEEPSEEK], layout)
+    rest = batch.weights.at[active:]
+    poisoned = batch._replace(weights=rest.set(np.nan), active=np.int32(active))
+    alone = batch._replace(weights=rest.set(0.0))
+
+    def run(params, batch):
+        return loss_and_gradients(config, setup, mesh, params, batch, dropout_key(config, 0), 0.01)
+
+    def computed(batch):
+        with jax.set_mesh(mesh):
+            lowered = jax.jit(run).lower(state.params, batch)
+            compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
+            return jax.device_get(compiled(state.params, batch))
+
+    (sums, gradients), (expected_sums, expected) = computed(poisoned), computed(alone)
+    for ours, theirs in zip(jax.tree.leaves(sums), jax.tree.leaves(expected_sums), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
+    assert_close(without_biases(gradients), without_biases(expected), TOLERANCE)
+
+
+@pytest.mark.nightly
+def test_an_evaluation_in_a_pipeline_is_of_the_model_alone():
+    losses = []
+    for text in ("pipeline=2,expert=2,tensor=2,microbatches=4", "data=1"):
+        config, mesh, setup, state, batch = place(FEATURES[DEEPSEEK], text)
+        run = functools.partial(evaluation_loss, config, setup, mesh)
+        with jax.set_mesh(mesh):
+            losses.append(jax.jit(run)(state.params, batch))
+    np.testing.assert_allclose(*losses, rtol=TOLERANCE)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("feature", "layout"),
+    [
+        ("experts, packed", "data=2,expert=2,tensor=2,microbatches=4"),
+        (DEEPSEEK, "data=2,pipeline=2,expert=2,microbatches=4"),
+    ],
+)
 @pytest.mark.parametrize(
     "optimizer",
     # Adam, which moves norms beside Muon, makes a step of rounding where a gradient is as small as
@@ -79,15 +150,15 @@ def test_loss_statistics_and_gradients_are_those_of_one_device(feature, layout):
     [OptimizerConfig(name="adafactor"), OptimizerConfig(name="muon", epsilon=1e-6)],
     ids=["adafactor", "muon"],
 )
-def test_steps_move_modules_and_their_biases_alike(optimizer):
-    config = dataclasses.replace(FEATURES["experts, packed"], optimizer=optimizer)
-    state, metrics = run_steps(config, "data=2,expert=2,tensor=2,microbatches=4", 2)
+def test_steps_move_modules_and_their_biases_alike(feature, layout, optimizer):
+    config = dataclasses.replace(FEATURES[feature], optimizer=optimizer)
+    state, metrics = run_steps(config, layout, 2)
     expected, expected_metrics = run_steps(config, "data=1", 2)
     assert "train/mtp_loss" in metrics and set(metrics) <= set(METRICS)
     for name, value in expected_metrics.items():
         np.testing.assert_allclose(metrics[name], value, rtol=3e-5, err_msg=name)
     bias = expected.params["mtp"]["block"]["moe"]["router"]["bias"]
-    assert bias.shape == (2, 8) and np.any(bias)
+    assert bias.shape == (config.model.mtp.depth, 8) and np.any(bias)
     np.testing.assert_array_equal(state.params["mtp"]["block"]["moe"]["router"]["bias"], bias)
     start = first_state(config).params
     moves, others = (jax.tree.map(np.subtract, s.params, start) for s in (state, expected))

@@ -44,11 +44,6 @@ def latent(mla, **settings):
     return {"attention": heads, "dropout": 0.0} | settings
 
 
-def dispatched(dispatcher):
-    """The experts, by a dispatcher that has no capacity."""
-    return dataclasses.replace(EXPERTS, capacity_factor=1.25, dispatcher=dispatcher)
-
-
 def model(precision, quantize=FLOAT32, **settings):
     plain = changed(**({"num_layers": 4} | settings))
     return dataclasses.replace(plain, precision=precision, quantize=quantize)
@@ -57,8 +52,14 @@ def model(precision, quantize=FLOAT32, **settings):
 MODELS = {
     "dense": {},
     "experts": {"moe": EXPERTS, "num_layers": 2},
-    "dropless": {"moe": dispatched("dropless"), "num_layers": 1},
-    "allgather": {"moe": dispatched("allgather"), "num_layers": 1},
+    "dropless": {
+        "moe": dataclasses.replace(EXPERTS, capacity_factor=1.25, dispatcher="dropless"),
+        "num_layers": 1,
+    },
+    "allgather": {
+        "moe": dataclasses.replace(EXPERTS, capacity_factor=1.25, dispatcher="allgather"),
+        "num_layers": 1,
+    },
     "ends in bf16": {"quantize": ENDS, "train": {"remat": "full"}},
     "f8 saved": {"train": {"remat": "selective", "remat_save": ("quantized",)}},
     "biases, packed": {
@@ -67,6 +68,7 @@ MODELS = {
         "packed": True,
     },
     "latent, two tokens": latent(MLA, num_layers=1, mtp=MtpConfig(depth=1), packed=True),
+    "latent, pipelined": latent(MLA, num_layers=2, mtp=MtpConfig(depth=1)),
     "latent of keys": latent(dataclasses.replace(MLA, q_rank=0), num_layers=2, init_std=0.08),
     "long": {"attention": {"dropout": 0.0}, "dropout": 0.0, "num_layers": 2, "init_std": 0.12},
 }
@@ -85,6 +87,8 @@ STEPS_NIGHTLY = [
     ("dropless", "expert=4,tensor=2"),
     ("allgather", "expert=4,tensor=2"),
     ("latent, two tokens", "data=2,fsdp=2,tensor=2,microbatches=4"),
+    ("latent, pipelined", "pipeline=2,tensor=2,microbatches=4"),
+    ("latent, pipelined", "pipeline=2,schedule=gpipe,microbatches=4"),
     ("ends in bf16", "data=2,fsdp=2,tensor=2,microbatches=4"),
     ("f8 saved", "data=1,microbatches=4"),
 ]
@@ -175,8 +179,8 @@ def test_dispatchers_agree_where_no_token_is_dropped(precision, dispatcher, layo
     layers = 2 if "pipeline" in layout else 1
     sums, expected = first_gradients(model(precision, moe=moe, num_layers=layers), "data=1")
     assert np.sum(sums.router["group0"]["block0"].dropped) == 0
-    other = model(precision, moe=dispatched(dispatcher), num_layers=layers)
-    _, gradients = first_gradients(other, layout)
+    other = dataclasses.replace(moe, capacity_factor=1.25, dispatcher=dispatcher)
+    _, gradients = first_gradients(model(precision, moe=other, num_layers=layers), layout)
     assert_close(by_name(gradients), by_name(expected), TOLERANCE)
 
 

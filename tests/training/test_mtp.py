@@ -11,7 +11,6 @@ import pytest
 from mtjax.config import (
     CheckpointConfig,
     Config,
-    MeshConfig,
     MoeConfig,
     MtpConfig,
     validate,
@@ -145,10 +144,6 @@ def test_modules_are_stacked_by_depth():
         (
             lambda: changed(mtp=MTP, position="learned", max_positions=16),
             r"model\.mtp\.depth: got 2, expected 0 with learned positions",
-        ),
-        (
-            lambda: validate(dataclasses.replace(PACKED, mesh=MeshConfig(pipeline=2))),
-            r"model\.mtp\.depth: got 2, expected 0 while mesh\.pipeline is 2",
         ),
         (
             lambda: validate(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtjax.config import AttentionConfig, ModelConfig, MoeConfig
-from mtjax.training.routers import batch_size, counted
+from mtjax.training.routers import batch_size, bias_metrics, counted
 from tests.training.one_device import BASE, OPEN, ROWS, SEQ, make_batch, same, start
 
 MOE = MoeConfig(num_experts=4, balance_coefficient=0.5, z_coefficient=0.25)
@@ -113,6 +113,23 @@ def test_biases_even_out_the_loads():
         ratios.append(float(metrics["moe/load_ratio"]))
     assert ratios[0] > 1.4
     assert np.mean(ratios[-10:]) < 1.1
+
+
+def test_metrics_of_biases_are_over_layers_and_modules_of_multi_token_prediction():
+    def block(bias_LE):
+        return {"moe": {"router": {"bias": jnp.array(bias_LE)}}}
+
+    params = {
+        "blocks": {
+            "group0": {"block0": {}},
+            "group1": {"block0": block([[0.3, -0.4], [0.0, 0.1]])},
+        },
+        "mtp": {"block": block([[0.6, -0.8]])},
+    }
+    stats = {"group0": {"block0": None}, "group1": {"block0": 1}, "mtp": {"block": 1}}
+    found = bias_metrics(params, stats)
+    expected = {"moe/bias_min": -0.8, "moe/bias_max": 0.6, "moe/bias_norm": 1.0}
+    assert found == {name: pytest.approx(value) for name, value in expected.items()}
 
 
 def test_routers_stay_float32_in_a_half_precision_step():
