@@ -53,6 +53,7 @@ MODELS = {
     "dense": {},
     "dense, other values": {"init_std": 0.11},
     "experts": {"moe": EXPERTS, "num_layers": 2},
+    "experts, one layer": {"moe": EXPERTS, "num_layers": 1},
     "dropless": {
         "moe": dataclasses.replace(EXPERTS, capacity_factor=1.25, dispatcher="dropless"),
         "num_layers": 1,
@@ -112,8 +113,8 @@ NIGHTLY = [
     ("fp8_rowwise", "latent, two tokens", "fsdp=2,tensor=4"),
     ("fp8_block", "latent, two tokens", "data=2,tensor=4"),
     ("fp8_rowwise", "dense, other values", "tensor=8"),
-    ("fp8_rowwise", "experts", "expert=4,tensor=2"),
-    ("fp8_rowwise", "dense", "data=2,pipeline=4,microbatches=4"),
+    ("fp8_rowwise", "experts, one layer", "expert=4,tensor=2"),
+    ("fp8_rowwise", "dense, other values", "data=2,pipeline=4,microbatches=4"),
     ("fp8_block", "dense", "fsdp=4,tensor=2"),
     ("fp8_block", "experts", "expert=4,tensor=2"),
     ("mxfp8", "dense", "data=2,tensor=4"),
