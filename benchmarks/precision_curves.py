@@ -27,7 +27,7 @@ from mtjax.recipes import load_recipe
 PICTURE = Path(__file__).resolve().parents[1] / "docs/images/precision_curves.svg"
 BASE = "bf16"
 EMBED, FFN, EVALUATIONS, POINTS = 128, 384, 6, 30
-COLORS = ("#2a78d6", "#c2410c", "#15803d", "#7c3aed", "#b45309", "#be185d")
+COLORS = ("#2a78d6", "#c2410c", "#15803d", "#7c3aed", "#888888", "#be185d", "#0e7490")
 
 Curve = dict[int, float]
 """Loss at each step."""
@@ -120,6 +120,10 @@ def draw(curves: dict[tuple[str, int], dict[str, Curve]], args: argparse.Namespa
             right.fill_between(steps, low, high, color=color, alpha=0.1, linewidth=0)
     left.set_ylabel(f"training loss, seed {seed} (nats per byte)")
     right.set_ylabel("held-out loss beside bf16 (%)")
+    right.set_yscale("symlog", linthresh=1, linscale=2)
+    limits = right.get_ylim()
+    right.set_yticks([t for t in (-1, -0.5, 0, 0.5, 1, 2, 5, 10) if limits[0] <= t <= limits[1]])
+    right.yaxis.set_major_formatter("{x:g}")
     left.legend(frameon=False, fontsize=8)
     for axes in (left, right):
         axes.set_xlabel("step")

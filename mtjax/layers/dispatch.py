@@ -36,6 +36,7 @@ from mtjax.layers.expert_products import (
 )
 from mtjax.layers.mlp import activate
 from mtjax.layers.router import Routing
+from mtjax.precision.quantize import name_for_remat
 from mtjax.sharding import local_map, mesh_axes, reshard
 
 KERNEL_NAMES = {
@@ -213,7 +214,7 @@ def _capacity(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> 
         x_JCD = x.reshape(num, B * C, -1)
         if call.exchange:
             x_JCD = jax.lax.all_to_all(x_JCD, call.exchange, 0, 1, tiled=True)
-        return checkpoint_name(x_JCD, "expert_in")
+        return name_for_remat(x_JCD, "expert_in")
 
     y_JCD = call.ffn(
         partial(expert_product, call.exchange, C), by_token(to_experts, x_BTD), kernels
@@ -250,7 +251,7 @@ def _dropless(call: _Call, x_BTD, served_BTK, weights_BTK, kernels: Kernels) -> 
         x = take_rows(x_BTD.reshape(B * T, -1), pair // K, slot.reshape(B * T, K))
         if call.exchange:
             x = jax.lax.all_to_all(x, call.exchange, 0, 0, tiled=True)
-        return checkpoint_name(take_rows(x, back, regrouped[:, None]), "expert_in")
+        return name_for_remat(take_rows(x, back, regrouped[:, None]), "expert_in")
 
     product = partial(grouped_product, call.exchange, jnp.sum(length_RL, axis=0))
     y = call.ffn(product, by_token(to_experts, x_BTD), kernels)

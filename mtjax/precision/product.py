@@ -15,9 +15,13 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from mtjax.precision.quantize import Quantized, no_dims_of_one, quantize_activation
+from mtjax.precision.quantize import (
+    Quantized,
+    name_for_remat,
+    no_dims_of_one,
+    quantize_activation,
+)
 from mtjax.precision.recipe import Recipe
 from mtjax.precision.statistics import report
 from mtjax.sharding import Names, reshard, shard
@@ -150,7 +154,7 @@ def round_activation(
         backward = quantize_activation(recipe, recipe.x, fixed, (ins[0] - 1,))
     record = None if kernel.record is None else report(recipe, recipe.x, fixed, forward)
     forward, backward = jax.tree.map(
-        lambda leaf: checkpoint_name(leaf, "quantized"), (forward, backward)
+        lambda leaf: name_for_remat(leaf, "quantized"), (forward, backward)
     )
     return Operand(x, forward, backward, record)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.precision.recipe import E4M3, Format, Recipe, Spec
 
@@ -63,6 +64,15 @@ def quantize_groups(
     scale = scale_of(_over_devices(jnp.maximum(largest, 0.0), over), format)
     scale_MF = scale.at[groups_M].get(mode="fill", fill_value=jnp.inf)
     return Quantized(_cast(x_MF.astype(jnp.float32) / scale_MF, format), scale)
+
+
+def name_for_remat(x: jax.Array, name: str) -> jax.Array:
+    """`checkpoint_name`, by its bits if x is e4m3fn: JAX puts what rematerialisation keeps through
+    reduce_precision, which knows no format without infinities and makes all above 240 NaN."""
+    if x.dtype != jnp.float8_e4m3fn:
+        return checkpoint_name(x, name)
+    bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint8), name)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
 def no_dims_of_one(scale: jax.Array) -> jax.Array:

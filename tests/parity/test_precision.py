@@ -51,6 +51,7 @@ def model(precision, quantize=FLOAT32, **settings):
 
 MODELS = {
     "dense": {},
+    "dense, other values": {"init_std": 0.11},
     "experts": {"moe": EXPERTS, "num_layers": 2},
     "dropless": {
         "moe": dataclasses.replace(EXPERTS, capacity_factor=1.25, dispatcher="dropless"),
@@ -70,7 +71,7 @@ MODELS = {
     "latent, two tokens": latent(MLA, num_layers=1, mtp=MtpConfig(depth=1), packed=True),
     "latent, pipelined": latent(MLA, num_layers=2, mtp=MtpConfig(depth=1)),
     "latent of keys": latent(dataclasses.replace(MLA, q_rank=0), num_layers=2, init_std=0.08),
-    "long": {"attention": {"dropout": 0.0}, "dropout": 0.0},
+    "long": {"attention": {"dropout": 0.0}, "dropout": 0.0, "num_layers": 2, "init_std": 0.12},
 }
 CI = [
     ("fp8", "dense", "data=2,pipeline=2,tensor=2,microbatches=4"),
@@ -110,7 +111,7 @@ NIGHTLY = [
     ("fp8", "latent of keys", "data=2,pipeline=2,tensor=2,microbatches=4"),
     ("fp8_rowwise", "latent, two tokens", "fsdp=2,tensor=4"),
     ("fp8_block", "latent, two tokens", "data=2,tensor=4"),
-    ("fp8_rowwise", "dense", "tensor=8"),
+    ("fp8_rowwise", "dense, other values", "tensor=8"),
     ("fp8_rowwise", "experts", "expert=4,tensor=2"),
     ("fp8_rowwise", "dense", "data=2,pipeline=4,microbatches=4"),
     ("fp8_block", "dense", "fsdp=4,tensor=2"),

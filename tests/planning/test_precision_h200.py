@@ -163,6 +163,12 @@ def test_latent_attention_and_predictors_of_further_tokens_multiply_in_8_bits(h2
 
 
 @pytest.mark.nightly
+def test_inputs_that_are_kept_rounded_are_multiplied_in_8_bits(h200_mesh):
+    train = {"remat": "selective", "remat_save": ("quantized",)}
+    assert_every_product_has_8_bits(compiled("fp8", "fsdp=2,tensor=4", {"num_layers": 2}, **train))
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("dispatcher", ["dropless", "allgather"])
 def test_what_other_dispatchers_multiply_and_send_has_8_bits(h200_mesh, dispatcher):
     moe = MoeConfig(num_experts=8, dispatcher=dispatcher, allow_expanded_products=True)
