@@ -85,7 +85,7 @@ def main() -> int:
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
     best = "cudnn" if on_gpu else "xla"
-    variants = [(best, "bf16"), (best, "fp8"), (best, "fp8_rowwise")]
+    variants = [(best, p) for p in ("bf16", "fp8", "fp8_delayed", "fp8_rowwise")]
     variants += [("xla", "bf16")] if on_gpu else []
     runs = {
         f"{backend} {precision}": make_run(make_config(args, backend, precision))

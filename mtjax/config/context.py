@@ -40,24 +40,6 @@ def check_context(model: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> N
 
 def _check_exchange(model: ModelConfig, size: int, tensor: int) -> None:
     attention = model.attention
-    require(
-        attention.exchange == "allgather" or attention.dropout == 0,
-        "model.attention.dropout",
-        attention.dropout,
-        f"0 with the {attention.exchange} exchange",
-        "drop it or set model.attention.exchange to allgather",
-    )
-    for name, rate, what in (
-        ("model.dropout", model.dropout, "dropout masks"),
-        ("model.moe.router_noise", model.moe.router_noise, "noise"),
-    ):
-        require(
-            attention.exchange != "ring" or rate == 0,
-            name,
-            rate,
-            f"0 with the ring exchange, whose order of tokens is not that of the {what}",
-            "drop it or set model.attention.exchange to ulysses or allgather",
-        )
     if attention.exchange != "ulysses":
         return
     require(

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mtjax.config.model import ModelConfig
 from mtjax.layers.attention_backends import AttentionCall, attend
 from mtjax.layers.context import attend_across
-from mtjax.layers.dropout import fold_rows
+from mtjax.layers.dropout import fold_rows, head_keys
 from mtjax.layers.init import normal
 from mtjax.layers.linear import Gathered, Linear, named
 from mtjax.layers.norm import RMSNorm
@@ -132,8 +132,10 @@ def attend_heads(
         cached=offset is not None,
         exchange=config.exchange if all_mesh_axes("seq") else None,
     )
-    keys_B = None if inputs.keys is None else fold_rows(inputs.keys, 0)
-    operands = (config.backend, call, q_BTNH, k_BSKH, v_BSKH, inputs.segments, keys_B)
+    words_BN2 = None
+    if inputs.keys is not None and config.dropout > 0:
+        words_BN2 = head_keys(fold_rows(inputs.keys, 0), q_BTNH.shape[2])
+    operands = (config.backend, call, q_BTNH, k_BSKH, v_BSKH, inputs.segments, words_BN2)
     if call.exchange:
         out_BTNH = attend_across(*operands, sinks_N)
     else:

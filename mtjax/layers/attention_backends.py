@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from mtjax.config.model import Exchange
-from mtjax.layers.dropout import keep_mask
+from mtjax.layers.dropout import keep_at
 from mtjax.layers.sinks import cudnn_with_sinks
-from mtjax.sharding import local_map
+from mtjax.sharding import local_map, shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,6 @@ def unsupported(backend: str, call: AttentionCall, head_dim: int, dtype: Any) ->
     if call.packed and call.cached:
         # The ids are the queries'; of the keys in the buffer none are known.
         return "packed documents with a cache"
-    if call.dropout > 0 and call.exchange not in (None, "allgather"):
-        # Masks are drawn for whole rows of the attention matrix.
-        return f"attention.dropout with the {call.exchange} exchange"
     if backend == "xla":
         return None
     if call.exchange == "allgather":
@@ -67,14 +64,15 @@ def attend(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segments_BT: jax.Array | None,
-    keys_B: jax.Array | None,
+    words_BN2: jax.Array | None,
     offset: int | jax.Array,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention [B, T, N, H]; query t stands at key index t + offset.
 
-    With the xla backend values, and so the output, may have another width than keys. `sinks_N`: a
-    logit per head that takes part in the softmax's denominator alone.
+    With the xla backend values, and so the output, may have another width than keys. `words_BN2`:
+    dropout keys, as from `mtjax.layers.dropout.head_keys`. `sinks_N`: a logit per head that takes
+    part in the softmax's denominator alone.
 
     Raises:
         ValueError: the backend does not support the call, or is still "auto".
@@ -82,7 +80,7 @@ def attend(
     check_supported(backend, call, q_BTNH.shape[-1], q_BTNH.dtype)
     if backend == "cudnn":
         return _attend_cudnn(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N)
-    return _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset, sinks_N)
+    return _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, words_BN2, offset, sinks_N)
 
 
 def check_supported(backend: str, call: AttentionCall, head_dim: int, dtype: Any) -> None:
@@ -123,7 +121,7 @@ def attention_mask(
     return mask
 
 
-def _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset, sinks_N) -> jax.Array:
+def _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, words_BN2, offset, sinks_N):
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * jnp.asarray(call.scale, q_BTNH.dtype)
@@ -141,10 +139,24 @@ def _attend_xla(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, offset, sinks
         weights = jnp.exp(logits - total[..., None])
     weights = weights.astype(v_BSKH.dtype)
     if call.dropout > 0:
-        names = ("batch", "act_heads", None, "seq", None)
-        keep = keep_mask(keys_B, call.dropout, weights.shape[1:], *names)
+        keep = keep_weights(call, words_BN2, K, jnp.arange(T)[None] + offset, jnp.arange(S)[None])
+        keep = shard(keep, "batch", "act_heads", None, "seq", None)
         weights = jnp.where(keep, weights / (1.0 - call.dropout), jnp.zeros((), weights.dtype))
     return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH).reshape(B, T, N, -1)
+
+
+def keep_weights(
+    call: AttentionCall,
+    words_BN2: jax.Array,
+    num_kv_heads: int,
+    queries_BT: jax.Array,
+    keys_BS: jax.Array,
+) -> jax.Array:
+    """Dropout mask [B, K, G, T, S], given where in the text queries and keys stand."""
+    B, N, _ = words_BN2.shape
+    words = words_BN2.reshape(B, num_kv_heads, N // num_kv_heads, 1, 1, 2)
+    queries, keys = queries_BT[:, None, None, :, None], keys_BS[:, None, None, None, :]
+    return keep_at(call.dropout, words, queries, keys)
 
 
 def _attend_cudnn(call, q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N) -> jax.Array:

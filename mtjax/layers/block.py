@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.config.model import ModelConfig
 from mtjax.layers.attention import Attention, BlockInputs, Cache
+from mtjax.layers.context import token_order
 from mtjax.layers.dropout import dropout, fold_rows
 from mtjax.layers.linear import Gathered
 from mtjax.layers.mla import LatentAttention
@@ -67,10 +68,10 @@ class DecoderBlock(nn.Module):
     def _leave_branch(self, y_BTD, norm_name: str, site: int, keys_B) -> jax.Array:
         """Back to the sequence-parallel layout, then post-norm and dropout where asked for."""
         model = self.spec.model
-        names = ("batch", "seq_sp", None)
-        y_BTD = checkpoint_name(shard(y_BTD, *names), "block_out")
+        y_BTD = checkpoint_name(shard(y_BTD, "batch", "seq_sp", None), "block_out")
         if model.post_norm:
             y_BTD = make_norm(model, norm_name)(y_BTD)
         if keys_B is None or model.dropout == 0:
             return y_BTD
-        return dropout(y_BTD, model.dropout, fold_rows(keys_B, site), *names)
+        order_T = token_order(model, y_BTD.shape[1])
+        return dropout(y_BTD, model.dropout, fold_rows(keys_B, site), order_T)

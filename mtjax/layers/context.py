@@ -34,12 +34,12 @@ def attend_across(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     segments_BT: jax.Array | None,
-    keys_B: jax.Array | None,
+    words_BN2: jax.Array | None,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention [B, T, N, H] by the exchange that `call` names.
 
-    Tokens are in the order of `token_order`.
+    Tokens are in the order of `token_order`. `words_BN2`: dropout keys, as `attend` takes them.
 
     Raises:
         ValueError: the backend does not support the call, or is still "auto".
@@ -49,16 +49,16 @@ def attend_across(
     if call.exchange == "allgather":
         # XLA splits the rest by the queries; the mask is one of global indices.
         k_BSKH, v_BSKH = (reshard(t, _OWN, _WHOLE) for t in (k_BTKH, v_BTKH))
-        return attend(backend, local, q_BTNH, k_BSKH, v_BSKH, segments_BT, keys_B, 0, sinks_N)
+        return attend(backend, local, q_BTNH, k_BSKH, v_BSKH, segments_BT, words_BN2, 0, sinks_N)
     ring = call.exchange == "ring"
     exchange = partial(ring_attention if ring else _ulysses, backend, local, mesh_axes("seq")[0])
-    segments = ("batch", "seq" if ring else None)
-    return local_map(exchange, (_OWN, _OWN, _OWN, segments, ("act_heads",)), _OWN)(
-        q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N
+    segments, words = ("batch", "seq" if ring else None), ("batch", "act_heads", None)
+    return local_map(exchange, (_OWN, _OWN, _OWN, segments, words, ("act_heads",)), _OWN)(
+        q_BTNH, k_BTKH, v_BTKH, segments_BT, words_BN2, sinks_N
     )
 
 
-def _ulysses(backend, call, axis, q_BTNH, k_BTKH, v_BTKH, segments_BS, sinks_N) -> jax.Array:
+def _ulysses(backend, call, axis, q_BTNH, k_BTKH, v_BTKH, segments_BS, words_BN2, sinks_N):
     """All-to-alls give each device all tokens of 1/C of its heads (Jacobs et al. 2023)."""
     size = jax.lax.axis_size(axis)
     if k_BTKH.shape[2] < size:
@@ -69,8 +69,14 @@ def _ulysses(backend, call, axis, q_BTNH, k_BTKH, v_BTKH, segments_BS, sinks_N) 
         jax.lax.all_to_all(t, axis, split_axis=2, concat_axis=1, tiled=True)
         for t in (q_BTNH, k_BTKH, v_BTKH)
     )
+
+    def own_heads(leaf: jax.Array, dim: int) -> jax.Array:
+        own = leaf.shape[dim] // size
+        return jax.lax.dynamic_slice_in_dim(leaf, jax.lax.axis_index(axis) * own, own, dim)
+
     if sinks_N is not None:
-        own = sinks_N.shape[0] // size
-        sinks_N = jax.lax.dynamic_slice_in_dim(sinks_N, jax.lax.axis_index(axis) * own, own)
-    out = attend(backend, call, q, k, v, segments_BS, None, 0, sinks_N)
+        sinks_N = own_heads(sinks_N, 0)
+    if words_BN2 is not None:
+        words_BN2 = own_heads(words_BN2, 1)
+    out = attend(backend, call, q, k, v, segments_BS, words_BN2, 0, sinks_N)
     return jax.lax.all_to_all(out, axis, split_axis=1, concat_axis=2, tiled=True)

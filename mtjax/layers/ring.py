@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtjax.layers.attention_backends import AttentionCall
-from mtjax.layers.ring_blocks import block_backward, block_forward
+from mtjax.layers.ring_blocks import Block, block_backward, block_forward
 from mtjax.layers.sinks import sink_gradient, with_sinks
 
 
@@ -33,24 +33,27 @@ def ring_attention(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     segments_BT: jax.Array | None,
+    words_BN2: jax.Array | None,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attention [B, T, N, H] of one shard, in zigzag order, where `axis` is manual.
 
+    `words_BN2` and `sinks_N` as `mtjax.layers.attention_backends.attend` takes them.
+
     Keys and values go round as one array in both passes, blocks are merged in float32 by their
     log-sum-exp, and the backward pass of each block uses the output and log-sum-exp of all.
     """
-    return _ring(backend, call, axis, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N)
+    return _ring(backend, call, axis, q_BTNH, k_BTKH, v_BTKH, segments_BT, words_BN2, sinks_N)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _ring(backend, call, axis, q, k, v, segments, sinks):
-    return _forward(backend, call, axis, q, k, v, segments, sinks)[0]
+def _ring(backend, call, axis, q, k, v, segments, words, sinks):
+    return _forward(backend, call, axis, q, k, v, segments, words, sinks)[0]
 
 
-def _ring_forward(backend, call, axis, q, k, v, segments, sinks):
-    out, lse = _forward(backend, call, axis, q, k, v, segments, sinks)
-    return out, (q, k, v, segments, sinks, out, lse)
+def _ring_forward(backend, call, axis, q, k, v, segments, words, sinks):
+    out, lse = _forward(backend, call, axis, q, k, v, segments, words, sinks)
+    return out, (q, k, v, segments, words, sinks, out, lse)
 
 
 class _Travelling(NamedTuple):
@@ -86,13 +89,12 @@ def _send_with(here: _Travelling, dkv: jax.Array, axis: str) -> tuple[_Travellin
     return _Travelling(kv, segments), dkv
 
 
-def _forward(backend, call, axis, q, k, v, segments, sinks):
+def _forward(backend, call, axis, q, k, v, segments, words, sinks):
     """Output [B, T, N, H] and log-sum-exp [B, N, T]."""
     size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     home = _Travelling(_beside(k, v), segments)
     coming = home.send(axis)
-    mask = _home_mask(call, size, rank, q.shape[1] // 2, segments)
-    out, lse = block_forward(backend, call, q, k, v, mask, causal=True)
+    out, lse = block_forward(backend, call, _home(call, size, rank, q, k, v, segments, words))
     (out_a, out_b), (lse_a, lse_b) = _halves(out, 1), _halves(lse, 2)
     for step in range(1, size):
         # The barrier keeps a permute from running ahead of the block that it overlaps with.
@@ -100,10 +102,8 @@ def _forward(backend, call, axis, q, k, v, segments, sinks):
         if step + 1 < size:
             coming = here.send(axis)
         earlier = step <= rank
-        pairs = _pairs(call, size, rank, step, q, segments, here)
-        both, both_lse = block_forward(
-            backend, call, pairs.q, pairs.k, pairs.v, pairs.mask, causal=False
-        )
+        pairs = _pairs(call, size, rank, step, q, segments, words, here)
+        both, both_lse = block_forward(backend, call, pairs)
         (first, second), (first_lse, second_lse) = _halves(both, 0), _halves(both_lse, 0)
         out_b, lse_b = _merge(out_b, lse_b, first, first_lse)
         target, target_lse = _pick(earlier, out_a, out_b), _pick(earlier, lse_a, lse_b)
@@ -118,12 +118,12 @@ def _forward(backend, call, axis, q, k, v, segments, sinks):
 
 
 def _ring_backward(backend, call, axis, residuals, dout):
-    q, k, v, segments, sinks, out, lse = residuals
+    q, k, v, segments, words, sinks, out, lse = residuals
     size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     home = _Travelling(_beside(k, v), segments)
     coming = home.send(axis)
-    mask = _home_mask(call, size, rank, q.shape[1] // 2, segments)
-    dq, dk, dv = block_backward(backend, call, q, k, v, mask, out, lse, dout, causal=True)
+    block = _home(call, size, rank, q, k, v, segments, words)
+    dq, dk, dv = block_backward(backend, call, block, out, lse, dout)
     dq_a, dq_b = _halves(dq, 1)
     dkv = _beside(dk, dv)
     for step in range(1, size):
@@ -134,12 +134,9 @@ def _ring_backward(backend, call, axis, residuals, dout):
         else:
             dkv = _send(dkv, axis)
         earlier = step <= rank
-        pairs = _pairs(call, size, rank, step, q, segments, here)
-        both = [_two(earlier, t, 1) for t in (out, dout)]
-        gradients = block_backward(
-            backend, call, pairs.q, pairs.k, pairs.v, pairs.mask,
-            both[0], _two(earlier, lse, 2), both[1], causal=False,
-        )  # fmt: skip
+        pairs = _pairs(call, size, rank, step, q, segments, words, here)
+        own = _two(earlier, out, 1), _two(earlier, lse, 2), _two(earlier, dout, 1)
+        gradients = block_backward(backend, call, pairs, *own)
         (dq_1, dq_2), (dk_1, dk_2), (dv_1, dv_2) = (_halves(g, 0) for g in gradients)
         dq_a += _pick(earlier, dq_2, jnp.zeros_like(dq_2))
         dq_b += dq_1 + _pick(earlier, jnp.zeros_like(dq_2), dq_2)
@@ -150,63 +147,60 @@ def _ring_backward(backend, call, axis, residuals, dout):
     dk, dv = jnp.split(_send(dkv, axis), (k.shape[-1],), axis=-1)
     dq = jnp.concatenate([dq_a, dq_b], axis=1)
     dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, dsinks
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, dsinks
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-class _Pairs(NamedTuple):
-    """Two pairs of chunks, stacked in the batch: U = 2B."""
+def _home(call, size, rank, q, k, v, segments, words) -> Block:
+    """What the queries of a shard see of its own keys."""
+    at = jnp.concatenate([_places(chunk, q) for chunk in (rank, 2 * size - 1 - rank)])[None]
+    mask = _within(call, at, at)
+    if segments is not None:
+        mask = _and(mask, segments[:, :, None] == segments[:, None, :])
+    return Block(q, k, v, mask, True, words, at, at)
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    mask: jax.Array | None
 
-
-def _pairs(call, size, rank, step, q, segments, here: _Travelling) -> _Pairs:
-    """The later own chunk with the visitor's first; then, of a visitor from an earlier shard, the
-    first own chunk with its first, else the later own chunk with its later one."""
+def _pairs(call, size, rank, step, q, segments, words, here: _Travelling) -> Block:
+    """Two pairs of chunks, stacked in the batch: U = 2B. The later own chunk with the visitor's
+    first; then, of a visitor from an earlier shard, the first own chunk with its first, else the
+    later own chunk with its later one."""
     earlier = step <= rank
+    source, last = (rank - step) % size, 2 * size - 1
     k, v = jnp.split(here.kv, (q.shape[-1],), axis=-1)
     (k_1, k_2), (v_1, v_2) = _halves(k, 1), _halves(v, 1)
     keys = jnp.concatenate([k_1, _pick(earlier, k_1, k_2)])
     values = jnp.concatenate([v_1, _pick(earlier, v_1, v_2)])
-    mask = None
-    length = q.shape[1] // 2
-    if call.window:
-        source = (rank - step) % size
-        last = 2 * size - 1
-        apart = jnp.stack([last - rank - source, _pick(earlier, rank - source, source - rank)])
-        near = _near(call, length)(apart * length)
-        mask = jnp.repeat(near, q.shape[0], axis=0)
+    chunks = (
+        (last - rank, _pick(earlier, rank, last - rank)),
+        (source, _pick(earlier, source, last - source)),
+    )
+    queries_at, keys_at = (
+        jnp.repeat(jnp.stack([_places(chunk, q) for chunk in pair]), q.shape[0], axis=0)
+        for pair in chunks
+    )
+    mask = _within(call, queries_at, keys_at)
     if segments is not None:
         own = _two(earlier, segments, 1)
         theirs = _halves(here.segments, 1)
         theirs = jnp.concatenate([theirs[0], _pick(earlier, *theirs)])
         mask = _and(mask, own[:, :, None] == theirs[:, None, :])
-    return _Pairs(_two(earlier, q, 1), keys, values, mask)
+    words = None if words is None else jnp.concatenate([words, words])
+    return Block(_two(earlier, q, 1), keys, values, mask, False, words, queries_at, keys_at)
 
 
-def _home_mask(call, size, rank, length, segments) -> jax.Array | None:
-    """Who sees whom within the own chunks [B or 1, T, T], beyond causality; None: everyone."""
-    mask = None
-    if call.window:
-        last = 2 * size - 1
-        chunk = jnp.array([rank, last - rank])
-        index = (chunk[:, None] * length + jnp.arange(length)).reshape(-1)
-        mask = (index[:, None] - index[None, :] < call.window)[None]
-    if segments is not None:
-        mask = _and(mask, segments[:, :, None] == segments[:, None, :])
-    return mask
+def _places(chunk, q: jax.Array) -> jax.Array:
+    """[c]: where in the text the tokens of a chunk stand, of which q [B, T, N, H] holds two."""
+    length = q.shape[1] // 2
+    return chunk * length + jnp.arange(length)
 
 
-def _near(call: AttentionCall, length: int):
-    """[X] tokens between the starts of two chunks -> within the window, [X, c, c]."""
-    index = jnp.arange(length)
-    inside = index[:, None] - index[None, :]
-    return lambda apart_X: inside + apart_X[:, None, None] < call.window
+def _within(call: AttentionCall, queries_at: jax.Array, keys_at: jax.Array) -> jax.Array | None:
+    """Who is near enough to see whom [B or 1, T, S]; None: everyone."""
+    if not call.window:
+        return None
+    return queries_at[:, :, None] - keys_at[:, None, :] < call.window
 
 
 def _and(a: jax.Array | None, b: jax.Array) -> jax.Array:

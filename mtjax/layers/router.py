@@ -12,7 +12,8 @@ from flax import linen as nn
 
 from mtjax.config.model import ModelConfig
 from mtjax.config.moe import SEQUENCE_ROUTERS, MoeConfig
-from mtjax.layers.dropout import fold_rows
+from mtjax.layers.context import token_order
+from mtjax.layers.dropout import fold_rows, normal_of_tokens
 from mtjax.layers.init import normal
 from mtjax.layers.linear import named
 from mtjax.sharding import local_map, reshard, shard, sum_over_manual
@@ -94,7 +95,10 @@ class Router(nn.Module):
             box = named(nn.initializers.zeros, ("router",))
             logits_BTE += self.param("logit_bias", box, (moe.num_experts,), jnp.float32)
         if keys_B is not None and moe.router_noise:
-            logits_BTE += moe.router_noise * _noise(keys_B, logits_BTE.shape[1:])
+            T, E = logits_BTE.shape[1:]
+            site = fold_rows(keys_B, _NOISE_SITE)
+            noise_BTE = normal_of_tokens(site, token_order(self.model, T), T, E)
+            logits_BTE += moe.router_noise * shard(noise_BTE, *_TOKENS)
         logits_BTE = shard(logits_BTE, *_TOKENS)
         names = _SEQUENCES if moe.router in SEQUENCE_ROUTERS else _TOKENS
         # An island: XLA gathers the operand of a top-k that it splits by itself.
@@ -111,12 +115,6 @@ class Router(nn.Module):
         experts = jnp.where(counts_BT[..., None], experts, moe.num_experts)
         stats = router_stats(moe, logits_BTE, probabilities, experts, counts_BT, load_E)
         return Routing(experts, weights), stats
-
-
-def _noise(keys_B: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Standard normal [B, *shape], of each sequence by its key: the same on every mesh."""
-    noise = jax.vmap(lambda key: jax.random.normal(key, shape))(fold_rows(keys_B, _NOISE_SITE))
-    return shard(noise, *_TOKENS)
 
 
 def route(

@@ -11,6 +11,7 @@ from mtjax.config.model import AttentionConfig, ModelConfig
 from mtjax.config.training import TrainConfig
 from mtjax.layers.attention import BlockInputs, Cache, cache_shapes
 from mtjax.layers.block import DecoderBlock
+from mtjax.layers.context import token_order
 from mtjax.layers.dropout import dropout, fold_rows
 from mtjax.layers.embedding import Embedding, Head
 from mtjax.layers.mtp import MtpModule
@@ -147,7 +148,7 @@ def embed_tokens(
     x_BTD: Any = embed.apply({"params": params}, tokens_BT, positions_BT)
     if keys_B is not None and model.dropout > 0:
         site = fold_rows(keys_B, _EMBEDDING_SITE)
-        x_BTD = dropout(x_BTD, model.dropout, site, "batch", "seq_sp", None)
+        x_BTD = dropout(x_BTD, model.dropout, site, token_order(model, tokens_BT.shape[1]))
     return x_BTD
 
 

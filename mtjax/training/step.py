@@ -457,7 +457,8 @@ def jit_train_step(config: Config, mesh: Mesh, setup: Setup) -> JittedStep:
 
 def dropout_key(config: Config, step: jax.Array | int) -> jax.Array:
     """Key of a step's dropout masks, a function of seed and step alone."""
-    return jax.random.fold_in(jax.random.key(config.train.seed), step)
+    key = jax.random.key(config.train.seed, impl="threefry2x32")
+    return jax.random.fold_in(key, step)
 
 
 def _apply(

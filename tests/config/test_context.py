@@ -50,20 +50,8 @@ def config(context=4, tensor=1, seq_len=64, model=(), **attention):
             r"num_kv_heads: got 6, expected a multiple or a divisor of mesh.context \(4\)",
         ),
         (
-            {"dropout": 0.1},
-            r"model.attention.dropout: got 0.1, expected 0 with the ring exchange; .*allgather",
-        ),
-        (
-            {"model": {"dropout": 0.1}},
-            r"model.dropout: got 0.1, expected 0 with the ring exchange.*; drop it or set",
-        ),
-        (
             {"model": {"moe": MoeConfig(num_experts=6, top_k=2)}},
             r"num_experts: got 6, expected a multiple of mesh.expert x mesh.context x mesh.tensor",
-        ),
-        (
-            {"model": {"moe": MoeConfig(num_experts=4, router_noise=0.1)}},
-            r"model.moe.router_noise: got 0.1, expected 0 with the ring exchange.*; drop it or",
         ),
         (
             {"model": {"embed_dim": 272}, "context": 32, "exchange": "allgather"},

@@ -11,9 +11,9 @@ import pytest
 
 from mtjax.config import AttentionConfig, ModelConfig
 from mtjax.layers.attention import BlockInputs
-from mtjax.layers.attention_backends import AttentionCall, attend, unsupported
+from mtjax.layers.attention_backends import AttentionCall, attend, keep_weights, unsupported
 from mtjax.layers.block import BlockSpec, DecoderBlock
-from mtjax.layers.dropout import keep_mask
+from mtjax.layers.dropout import head_keys
 from mtjax.layers.rope import rope_table
 from mtjax.layers.sinks import sink_gradient, with_sinks
 from mtjax.planning.compile import cuda_plugin_missing
@@ -143,9 +143,9 @@ def test_xla_attention_equals_a_plain_softmax_on_random_features(seed):
     sinks = pick([None, rng_sinks(heads, seed)])
     keys, keep = None, None
     if dropout:
-        keys = jax.random.split(jax.random.key(seed), B)
-        shape = (kv_heads, heads // kv_heads, T, length)
-        keep = np.asarray(keep_mask(keys, dropout, shape, *[None] * 5)).reshape(B, heads, T, length)
+        keys = head_keys(jax.random.split(jax.random.key(seed), B), heads)
+        places = jnp.arange(T)[None] + offset, jnp.arange(length)[None]
+        keep = np.asarray(keep_weights(call, keys, heads, *places)).reshape(B, heads, T, length)
     got = xla(call, *qkv, segments, keys, offset, sinks)
     assert got.dtype == dtype
     expected = reference(*map(np.asarray, qkv), call, segments, offset, keep, sinks)
@@ -202,6 +202,7 @@ def test_attention_dropout_keeps_the_mean_and_depends_on_the_row_alone():
         return jax.lax.map(lambda keys: one(keys, 0), keys)
 
     keys = jax.random.split(jax.random.key(0), (400, B))
+    keys = jax.vmap(lambda keys_B: head_keys(keys_B, 2))(keys)
     outs = np.asarray(run(keys))
     error = np.abs(outs.mean(axis=0) - plain)
     assert error.max() < 5 * 0.03 * np.abs(v).max()
@@ -234,7 +235,7 @@ def test_every_combination_is_computed_or_refused_by_name():
         q = jax.ShapeDtypeStruct((1, 128, 2, head_dim), dtype)
         k = jax.ShapeDtypeStruct((1, 160 if cached else 128, 2, head_dim), dtype)
         segments = jax.ShapeDtypeStruct((1, 128), jnp.int32) if packed else None
-        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+        keys = jax.ShapeDtypeStruct((1, 2, 2), jnp.uint32)
 
         def run(q, k, v, segments, keys, backend=backend, call=call):
             return attend(backend, call, q, k, v, segments, keys, 0)

@@ -105,6 +105,7 @@ NIGHTLY = [
     (DENSE_FIRST, "pipeline=2,tensor=2,chunks=2,microbatches=4"),
     (NOISE, "data=2,pipeline=2,expert=2,microbatches=4"),
     (NOISE, "fsdp=2,pipeline=2,context=2,schedule=gpipe,exchange=ulysses,microbatches=4"),
+    (NOISE, "pipeline=2,context=2,expert=2,microbatches=4"),
 ]
 SIXTEEN_DEVICES = [
     (DROPS, "data=2,pipeline=2,context=2,expert=2,microbatches=4"),

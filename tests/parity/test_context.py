@@ -27,7 +27,7 @@ PLAIN = changed({"dropout": 0.0}, dropout=0.0)
 FEATURES = {
     "plain": PLAIN,
     "dropout": changed(),
-    "residual dropout": changed({"dropout": 0.0}),
+    "dropout, packed, windows, sinks": changed({"windows": (5, 0), "sinks": True}, packed=True),
     "packed, windows, softcap": changed(
         {"dropout": 0.0, "windows": (5, 0, 3), "logit_softcap": 1.5, "scale": 0.6},
         packed=True,
@@ -53,9 +53,9 @@ CASES = [
     ("plain", "pipeline=2,context=2,tensor=2,microbatches=4", "ring"),
     ("dropout", "data=2,context=2,tensor=2,microbatches=4", "allgather"),
     (PACKED, MIXED, "allgather"),
-    ("residual dropout", "context=4,microbatches=4", "ulysses"),
+    ("dropout", "context=4,microbatches=4", "ulysses"),
     (PACKED, MIXED, "ulysses"),
-    ("packed, windows, sinks", MIXED, "ring"),
+    ("dropout, packed, windows, sinks", MIXED, "ring"),
 ]
 SLOW = [CASES[0], *CASES[2:]]
 CASES = CASES[1:2]
@@ -70,6 +70,13 @@ NIGHTLY += [
 NIGHTLY += [
     ("packed, windows, sinks", "data=2,context=4,microbatches=4", exchange)
     for exchange in EXCHANGES
+]
+NIGHTLY += [
+    ("dropout", "context=4,tensor=2,microbatches=4", "ring"),
+    ("dropout", "pipeline=2,context=2,tensor=2,microbatches=4", "ring"),
+    ("dropout, packed, windows, sinks", "data=2,context=4", "allgather"),
+    ("dropout, packed, windows, sinks", MIXED, "ulysses"),
+    ("packed, windows, sinks", MIXED, "ring"),
 ]
 NIGHTLY += [
     ("learned positions, remat", "context=4,tensor=2", "ring"),

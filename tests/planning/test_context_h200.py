@@ -48,12 +48,13 @@ BASE = Config(
 
 @pytest.fixture(scope="module")
 def compiled(h200_mesh):
-    """compiled(layout, packed=False): the train step."""
+    """compiled(layout, packed=False, dropout=0): the train step."""
 
     @functools.cache
-    def build(text, packed=False):
+    def build(text, packed=False, dropout=0.0):
         layout = parse_layout(text)
-        config = dataclasses.replace(BASE, data=DataConfig(separate_documents=packed))
+        model = dataclasses.replace(BASE.model, dropout=dropout)
+        config = dataclasses.replace(BASE, model=model, data=DataConfig(separate_documents=packed))
         config = resolve_backends(validate(on_layout(config, layout)), "gpu")
         mesh = h200_mesh(**config.mesh.sizes)
         step = jit_train_step(config, mesh, make_setup(config, mesh))
@@ -103,6 +104,17 @@ def test_packed_documents_are_masked_inside_the_cudnn_blocks(compiled):
     program = compiled("context=8", packed=True)
     assert calls(program, "__cudnn$fmhaScaleBiasSoftmax") == 2 * SHARDS
     assert calls(program, "__cudnn$fmhaScaleBiasSoftmaxBackward") == SHARDS
+
+
+@pytest.mark.nightly
+def test_dropout_masks_are_drawn_where_they_are_used(compiled):
+    """Nothing moves for them."""
+
+    def moved(program):
+        found = program.summary.all_collectives
+        return sorted((c.kind, c.axes, c.output_bytes, c.executions) for c in found)
+
+    assert moved(compiled("context=8", dropout=0.1)) == moved(compiled("context=8"))
 
 
 @pytest.mark.slow
