@@ -6,9 +6,9 @@ already is not repeated, and an interrupted one goes on where it was saved.
 
     python benchmarks/precision_curves.py
     python benchmarks/precision_curves.py --precisions bf16 fp8 --seeds 0 --steps 2000 \
-        --batch-size 8 --directory runs/precision_long --picture docs/images/precision_long.svg
+        --batch-size 4 --directory runs/precision_long --picture docs/images/precision_long.svg
 
-About 45 minutes of one core, and 12 of the second, longer one.
+About 50 minutes of one core, and 15 of the second, longer one.
 """
 
 import argparse
