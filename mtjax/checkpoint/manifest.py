@@ -26,6 +26,9 @@ MUST_MATCH: dict[str, bool] = {
     "config.model.attention.exchange": False,
     "config.model.moe.allow_expanded_products": False,
     "config.pipeline": False,
+    "config.quantize.fallback_ratio": False,
+    "config.quantize.fallback_steps": False,
+    "config.quantize.statistics": False,
     "config.run": False,
     "config.train.eval_batches": False,
     "config.train.eval_every": False,
@@ -96,16 +99,20 @@ def compare(
     that must not be; the text offers to allow them if the stored arrays `fits` this config.
     Raises ValueError when `allow` names a field that neither config has.
     """
-    allowed = [f"config.{prefix}" for prefix in check_allowed(allow, saved, current)]
+    names_allowed = check_allowed(allow, saved, current)
+    allowed = [f"config.{prefix}" for prefix in names_allowed]
     fatal: list[tuple[str, str]] = []
     harmless: list[tuple[str, str]] = []
+    accepted: list[str] = []
     for name, change in _changes(saved, current):
-        free = not must_match(name) or any(_is_under(name, prefix) for prefix in allowed)
-        free = free or (bool(only) and not _is_under(name, only))
+        free = not must_match(name) or (bool(only) and not _is_under(name, only))
         shown = name.removeprefix("config.")
+        if not free and any(_is_under(name, prefix) for prefix in allowed):
+            accepted.append(f"{shown}: {change} (allowed)")
+            free = True
         (harmless if free else fatal).append((shown, f"{shown}: {change}"))
     if fatal:
-        names = " ".join(name for name, _ in fatal)
+        names = " ".join([*names_allowed, *(name for name, _ in fatal)])
         fix = "Use the checkpoint's values, start a new run with another --run.directory"
         if fits():
             fix += f", or accept the change with --checkpoint.allow_changes {names}"
@@ -113,6 +120,7 @@ def compare(
             fix = fix.replace(", start", " or start") + (
                 " (arrays of other names or shapes come of it, so it can't be allowed)"
             )
+            fatal += [("", line) for line in accepted]
         raise CheckpointMismatch(
             f"{where} was made with another config (checkpoint -> now):\n  "
             + "\n  ".join(line for _, line in fatal)

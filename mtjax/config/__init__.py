@@ -70,9 +70,10 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer and learning-rate schedule."""
     precision: Precision = "bf16"
-    """bf16, fp32, fp16: the compute dtype. fp8 (one scale per tensor), fp8_rowwise, fp8_block,
-    mxfp8, nvfp4, int8: the layers' matrix products on operands rounded to that, all else in bf16.
-    Master weights, gradients and optimizer state are float32 in each."""
+    """bf16, fp32, fp16: the compute dtype. fp8 (one scale per tensor), fp8_delayed (from earlier
+    steps), fp8_rowwise, fp8_block, mxfp8, nvfp4, int8: the layers' matrix products on operands
+    rounded to that, all else in bf16. Master weights, gradients and optimizer state are float32 in
+    each."""
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     """Which products are quantised, read when precision is of less than 16 bits."""
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
@@ -204,12 +205,13 @@ def _check_quantization(config: Config) -> None:
         condition = "scales come from the values at hand; set precision to fp8_delayed"
         require_defaults(quantize, "quantize", names, condition)
     num_layers, layers = config.model.num_layers, quantize.bf16_layers
+    first, behind = quantize.first_bf16_layers, num_layers - quantize.last_bf16_layers
     require(
-        len(set(layers)) == len(layers) and all(0 <= i < num_layers for i in layers),
+        len(set(layers)) == len(layers) and all(first <= i < behind for i in layers),
         "quantize.bf16_layers",
         layers,
-        f"indices of layers, each once, from 0 to {num_layers - 1}",
-        "name layers of this model",
+        f"indices of layers, each once, from {first} to {behind - 1}",
+        "name layers of this model that quantize.first_bf16_layers and last_bf16_layers leave",
     )
     kept = len(quantize.kept_layers(num_layers))
     names_of_kept = "quantize: layers in bf16"

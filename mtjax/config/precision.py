@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-from mtjax.config.check import config_class, require
+from mtjax.config.check import config_class, require, require_defaults
 
 ComputeDtype = Literal["bf16", "fp32", "fp16"]
 QuantizedPrecision = Literal[
@@ -30,7 +30,7 @@ class QuantizeConfig:
     """Layers at the top whose products stay in the compute dtype; the modules of multi-token
     prediction are treated as the last layer."""
     bf16_layers: tuple[int, ...] = ()
-    """Indices of further layers, from 0, whose products stay in the compute dtype."""
+    """Indices, from 0, of layers between them whose products stay in the compute dtype too."""
     compute: Literal["bf16", "fp32"] = "bf16"
     """Compute dtype of everything else, and of what products return. fp32 is for comparing layouts:
     it takes out of the comparison that bf16 rounds sums over devices."""
@@ -64,6 +64,9 @@ class QuantizeConfig:
             "at least 1",
             "1 takes the scales of the step before",
         )
+        if self.fallback_ratio == 0:
+            condition = "quantize.fallback_ratio is 0"
+            require_defaults(self, "quantize", ["fallback_steps"], condition)
         require(
             0 <= self.fallback_ratio < 1,
             "quantize.fallback_ratio",

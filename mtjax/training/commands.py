@@ -19,6 +19,7 @@ from mtjax.operation.progress import printable
 from mtjax.parallel.stack import Params
 from mtjax.sharding import compute_dtypes
 from mtjax.training.compare import check_comparable, compare_precision
+from mtjax.training.delayed import described, fallen_layers, keep_layers
 from mtjax.training.evaluate import Evaluator
 from mtjax.training.loop import prepare_mesh
 from mtjax.training.state import make_setup
@@ -36,11 +37,15 @@ def evaluate(config: Config, split: SplitName, compare: bool = False) -> int:
     with ending_together():
         checkpointer, step = _open(config, "evaluate")
         resolved, mesh = prepare_mesh(config)
+        fallen = fallen_layers(resolved, checkpointer.data_state(step).get("scaling"))
+        resolved = keep_layers(resolved, fallen)
         setup = make_setup(resolved, mesh)
         params = checkpointer.restore_params(setup.abstract.params, step)
         metrics = Evaluator(resolved, mesh, setup, split).run(params)
         if is_main_process():
             print(f"checkpoint of step {step}, {split} split, precision {config.precision}")
+            if fallen:
+                print(described(resolved, fallen))
             for name, value in metrics.items():
                 print(f"  {name}  {value:.6g}")
         if compare:

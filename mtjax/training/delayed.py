@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtjax.config import Config
+from mtjax.config.check import require
 from mtjax.models.decoder import block_groups
 from mtjax.precision.quantize import scale_of
 from mtjax.precision.recipe import RECIPES
@@ -120,16 +121,45 @@ def scaling_state(config: Config, fallen: list[int]) -> dict[str, Any]:
     return {"fingerprint": _fingerprint(config), "fallen": fallen}
 
 
-def continued(config: Config, abstract: Any, saved: Any) -> tuple[list[int], Any, tuple[str, ...]]:
-    """What a run takes up from a checkpoint with the scaling state `saved`.
-
-    Layers that have fallen back; the abstract state without what is to start anew; and the names
-    of arrays that are left where they are. Histories of another recipe are of no use.
-    """
+def restorable(config: Config, abstract: Any, saved: Any) -> tuple[Any, tuple[str, ...]]:
+    """The abstract state without what is to start anew, and the names of arrays that are left in
+    the checkpoint, whose scaling state is `saved`. Histories of another recipe are of no use."""
     saved = saved if isinstance(saved, Mapping) else {}
     if saved.get("fingerprint") == _fingerprint(config):
-        return list(saved.get("fallen", [])), abstract, ()
-    return [], abstract._replace(delayed=None), ("delayed/",)
+        return abstract, ()
+    return abstract._replace(delayed=None), ("delayed/",)
+
+
+def fallen_layers(config: Config, saved: Any) -> list[int]:
+    """Those of a checkpoint with the scaling state `saved`, none where nothing is quantised.
+
+    Raises:
+        ValueError: the mesh has a pipeline, whose stages run the same program.
+    """
+    layers = saved.get("fallen", []) if isinstance(saved, Mapping) else []
+    in_range = [i for i in layers if i in range(config.model.num_layers)]
+    if not config.quantized or not in_range:
+        return []
+    require(
+        config.mesh.pipeline == 1,
+        "mesh.pipeline",
+        config.mesh.pipeline,
+        f"1 with layers that have fallen back ({_list(in_range)})",
+        "leave it at 1, or go on in another precision",
+    )
+    return in_range
+
+
+def described(config: Config, layers: list[int]) -> str:
+    """A line that says which layers have fallen back."""
+    text = f"fell back to {config.quantize.compute} and stay there: layers {_list(layers)}"
+    if len(config.quantize.kept_layers(config.model.num_layers)) == config.model.num_layers:
+        text += "; nothing is quantised any more"
+    return text
+
+
+def _list(layers: list[int]) -> str:
+    return ", ".join(map(str, layers))
 
 
 def _fingerprint(config: Config) -> list[Any] | None:

@@ -27,7 +27,14 @@ from mtjax.planning.flops import CONVENTION, count_params, flops_per_token
 from mtjax.recipes import Provenance, describe, from_caller
 from mtjax.sharding import make_mesh
 from mtjax.training.calibrate import calibrated
-from mtjax.training.delayed import continued, keep_layers, layers_to_fall_back, scaling_state
+from mtjax.training.delayed import (
+    described,
+    fallen_layers,
+    keep_layers,
+    layers_to_fall_back,
+    restorable,
+    scaling_state,
+)
 from mtjax.training.evaluate import Evaluator, has_held_out
 from mtjax.training.feed import Feed, samples_until
 from mtjax.training.meter import Meter
@@ -123,9 +130,10 @@ class Trainer:
         if self.start_step is not None:
             check_steps(config.train.steps, self.start_step)
             scaling = self.checkpointer.data_state(self.start_step).get("scaling")
-            self.fallen, *restored = continued(self.config, self.setup.abstract, scaling)
-            self.config, self.restored = keep_layers(self.config, self.fallen), restored
-            self.checkpointer.check_config(self.start_step, restored[0], restored[1])
+            self.restored = restorable(self.config, self.setup.abstract, scaling)
+            self.checkpointer.check_config(self.start_step, *self.restored)
+            self.fallen = fallen_layers(self.config, scaling)
+            self.config = keep_layers(self.config, self.fallen)
         samples = samples_until(config.train, config.train.steps)
         self.feed = Feed(self.config, self.mesh, "train", samples)
         self.guard = SpikeGuard(config.run.faults)
@@ -303,7 +311,8 @@ class Trainer:
         if self.setup.abstract.delayed is not None and (fresh or state.delayed is None):
             state = calibrated(self.config, self.mesh, self.setup, state, self.feed)
             if self.main:
-                print("delayed scales start from the next batch", flush=True)
+                why = "" if fresh else ": the checkpoint has none of this recipe"
+                print(f"delayed scales start from the next batch{why}", flush=True)
         return state
 
     def _fall_back(self, compiled: CompiledStep, state: TrainState) -> CompiledStep:
@@ -316,9 +325,9 @@ class Trainer:
         self.config, self.fallen = keep_layers(self.config, layers), self.fallen + layers
         quantize = self.config.quantize
         self.progress.message(
-            f"layers {', '.join(map(str, layers))} go on in {quantize.compute}: more than "
-            f"{quantize.fallback_ratio:g} of their values saturated in {quantize.fallback_steps} "
-            "steps in a row; compiling again"
+            f"{described(self.config, layers)} (steps in a row with more than "
+            f"{quantize.fallback_ratio:g} of the values of a product saturated: "
+            f"{quantize.fallback_steps}); compiling again"
         )
         with self.watchdog.phase("compilation", self.config.run.faults.watchdog_startup_s):
             compiled = compile_step(self.config, self.mesh, self.setup)
@@ -379,6 +388,8 @@ class Trainer:
         )
         if self.start_step is not None:
             print(f"resumed from step {self.start_step}", flush=True)
+        if self.fallen:
+            print(described(self.config, self.fallen), flush=True)
 
 
 class Pending(NamedTuple):

@@ -54,6 +54,14 @@ def changed(config=FP8, **fields):
             lambda: changed(quantize=QuantizeConfig(fallback_ratio=0.1)),
             "fallback_ratio: got 0.1, .* set precision to fp8_delayed",
         ),
+        (
+            lambda: QuantizeConfig(fallback_steps=5),
+            r"fallback_steps: got 5, expected the default .* quantize.fallback_ratio is 0",
+        ),
+        (
+            lambda: changed(quantize=QuantizeConfig(bf16_layers=(0,), first_bf16_layers=1)),
+            r"bf16_layers: got \(0,\), expected indices of layers, each once, from 1 to 3",
+        ),
         (lambda: QuantizeConfig(fallback_ratio=1.0), "a share of at least 0 and less than 1"),
         (
             lambda: changed(

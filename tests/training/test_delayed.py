@@ -9,7 +9,8 @@ import pytest
 
 from mtjax.checkpoint.manifest import CheckpointMismatch
 from mtjax.config import QuantizeConfig
-from mtjax.training import loop
+from mtjax.training import commands, loop
+from mtjax.training.commands import evaluate
 from mtjax.training.step import Limits
 from tests.parity.layouts import by_name, run_steps
 from tests.parity.test_precision import model
@@ -23,7 +24,8 @@ ONE = {"num_layers": 1, "dropout": 0.0, "attention": {"dropout": 0.0}}
 
 @pytest.fixture(autouse=True)
 def as_many_devices_as_the_mesh(monkeypatch):
-    monkeypatch.setattr(loop, "prepare_mesh", on_some_devices)
+    for module in (commands, loop):
+        monkeypatch.setattr(module, "prepare_mesh", on_some_devices)
 
 
 def histories(state):
@@ -90,7 +92,7 @@ def test_another_recipe_starts_with_new_scales_and_says_so(tmp_path, capsys):
     allowed = {"checkpoint__allow_changes": ("quantize", "precision")}
     capsys.readouterr()
     run(tiny(tmp_path, precision="fp8_delayed", **longer, **allowed))
-    assert "delayed scales start from the next batch" in capsys.readouterr().out
+    assert "next batch: the checkpoint has none of this recipe" in capsys.readouterr().out
     done = run(tiny(tmp_path, precision="fp8", train__steps=3, **allowed))
     assert done.step == 3
     assert not any(name.startswith("delayed") for name in done.arrays)
@@ -113,14 +115,16 @@ def test_a_layer_that_saturates_too_long_falls_back_and_stays_so(tmp_path, capsy
         "quantize__fallback_steps": 2,
     }
     found = run(delayed(tmp_path, train__steps=5, **changes))
-    message = "layers 1 go on in bf16: more than 0.01 of their values saturated in 2 steps in a row"
-    assert message in capsys.readouterr().out
+    message = "fell back to bf16 and stay there: layers 1"
+    assert f"{message} (steps in a row" in capsys.readouterr().out
     counts = [r["quantize/saturated_layers"] for r in found.metrics if "train/loss" in r]
     assert counts[:2] == [0, 1]
     assert counts[-1] == 0
+    evaluate(delayed(tmp_path, train__steps=5, **changes), "valid")
+    assert f"{message}\n" in capsys.readouterr().out
     data_state = json.loads(next(tmp_path.glob("checkpoints/*5/data_state/metadata")).read_text())
     assert data_state["scaling"]["fallen"] == [1]
     found = run(delayed(tmp_path, train__steps=6, **changes))
-    assert "go on in bf16" not in capsys.readouterr().out
+    assert f"{message}\n" in capsys.readouterr().out
     counts = [r["quantize/saturated_layers"] for r in found.metrics if "train/loss" in r]
     assert counts[-1] == 0
