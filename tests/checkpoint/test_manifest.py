@@ -107,6 +107,20 @@ def test_a_change_of_the_arrays_is_not_offered_to_be_allowed():
     assert "--checkpoint.allow_changes" not in str(error.value)
 
 
+def test_what_was_allowed_already_is_part_of_the_offer():
+    current = changed(model={"embed_dim": 32}, optimizer={"learning_rate": 0.2})
+    with pytest.raises(CheckpointMismatch) as error:
+        compare(changed(), current, where="it", allow=["optimizer"])
+    assert "--checkpoint.allow_changes optimizer model.embed_dim" in str(error.value)
+
+
+def test_an_allowed_change_is_named_where_the_arrays_do_not_fit():
+    current = changed(model={"embed_dim": 32}, train={"seed": 1})
+    with pytest.raises(CheckpointMismatch) as error:
+        compare(changed(), current, where="it", allow=["model"], fits=lambda: False)
+    assert "train.seed: 0 -> 1\n  model.embed_dim: 64 -> 32 (allowed)" in str(error.value)
+
+
 def test_a_value_that_json_cannot_hold_is_refused():
     with pytest.raises(ValueError, match="not plain"):
         build_manifest({"model": object()}, {})
