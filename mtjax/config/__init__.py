@@ -295,11 +295,11 @@ def _check_resizing(config: Config) -> None:
         "set model.moe.num_experts",
     )
     require(
-        not source or config.mesh.pipeline == 1,
+        not source or not config.model.mtp.depth,
         "checkpoint.resize_from",
         source,
-        "empty with mesh.pipeline",
-        "take one step without a pipeline, then resume on any mesh",
+        "empty with model.mtp, whose modules' experts are not resized",
+        "set model.mtp.depth to 0 for this run",
     )
 
 

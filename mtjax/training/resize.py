@@ -142,9 +142,11 @@ def resized(
     """Parameters of `config`'s model from those of `source`, and a report with losses on the next
     checkpoint.resize_batches of `feed`, which stays where it is.
     """
-    # Fewer experts than devices that share them: until they are resized, expert is a second fsdp.
+    # Fewer experts than devices that share them: until they are resized, expert is a second fsdp,
+    # and so is the pipeline, whose stages would each see a part of the layers only.
     sizes = config.mesh
-    whole = dataclasses.replace(sizes, fsdp=sizes.fsdp * sizes.expert, expert=1)
+    shards = sizes.fsdp * sizes.expert * sizes.pipeline
+    whole = dataclasses.replace(sizes, fsdp=shards, expert=1, pipeline=1)
     old = dataclasses.replace(_before(config, source), mesh=whole)
     old_mesh = make_mesh(whole, mesh.devices.reshape(-1))
     old_setup = make_setup(old, old_mesh)

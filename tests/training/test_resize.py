@@ -116,8 +116,9 @@ def test_pruning_keeps_the_most_used_of_each_layer_in_their_order():
     np.testing.assert_array_equal(own["router.kernel"][0], old["router.kernel"][0][:, [0, 1, 3]])
 
 
-FOUR = {"model__moe__num_experts": 4, "model__moe__top_k": 1, "model__dropout": 0.0}
-STILL = {"train__steps": 1, "optimizer__learning_rate": 1e-12, "model__dropout": 0.0}
+LAYERS = {"model__num_layers": 2, "model__dropout": 0.0}
+FOUR = {"model__moe__num_experts": 4, "model__moe__top_k": 1, **LAYERS}
+STILL = {"train__steps": 1, "optimizer__learning_rate": 1e-12, **LAYERS}
 
 
 @pytest.fixture(scope="module")
@@ -129,15 +130,22 @@ def source(tmp_path_factory):
     return folder, [r for r in result.metrics if "eval/loss" in r][-1]["eval/loss"], result
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(MeshConfig(expert=8), marks=pytest.mark.slow),
+        pytest.param(MeshConfig(expert=4, pipeline=2), marks=pytest.mark.nightly),
+    ],
+    ids=["experts", "pipeline"],
+)
 def test_a_run_with_twice_the_experts_goes_on_on_a_mesh_that_the_first_does_not_fit(
-    source, tmp_path, capsys
+    source, tmp_path, capsys, mesh
 ):
-    """Four experts don't split over eight devices; eight do."""
+    """Four experts don't split over eight devices, eight do; and stages hold some layers only."""
     folder, before, _ = source
     moe = {"model__moe__num_experts": 8, "model__moe__top_k": 2}
     start = {"checkpoint__resize_from": str(folder), "checkpoint__resize_noise": 0.0}
-    config = tiny(tmp_path / "eight", mesh=MeshConfig(expert=8), **moe, **start, **STILL)
+    config = tiny(tmp_path / "eight", mesh=mesh, **moe, **start, **STILL)
     Trainer(validate(config)).run()
     after = read_metrics(tmp_path / "eight" / "metrics.jsonl")
     assert [r for r in after if "eval/loss" in r][-1]["eval/loss"] == pytest.approx(
@@ -194,7 +202,7 @@ def test_experts_that_do_not_come_of_those_before_are_refused(
     ("settings", "message"),
     [
         ({}, "expected empty for a dense model"),
-        (FOUR | {"mesh": MeshConfig(pipeline=2)}, "resume on any mesh"),
+        (FOUR | {"model__mtp__depth": 1}, "expected empty with model.mtp"),
         (FOUR | {"checkpoint__upcycle_from": "runs/y"}, "drop one of them"),
         (FOUR | {"checkpoint__resize_noise": -1.0}, "resize_noise: got -1.0"),
         (FOUR | {"checkpoint__resize_batches": 0}, "resize_batches: got 0"),
