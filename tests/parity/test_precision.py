@@ -50,8 +50,9 @@ def model(precision, quantize=FLOAT32, **settings):
 
 
 MODELS = {
-    "dense": {},
+    "dense": {"init_std": 0.11},
     "dense, other values": {"init_std": 0.11},
+    "small": {"num_layers": 2},
     "experts": {"moe": EXPERTS, "num_layers": 2},
     "experts, one layer": {"moe": EXPERTS, "num_layers": 1},
     "dropless": {
@@ -80,8 +81,9 @@ CI = [
     ("fp8", "latent, two tokens", "data=2,fsdp=2,tensor=2,microbatches=4"),
     ("fp8_rowwise", "ends in bf16", "fsdp=2,tensor=4,microbatches=4"),
 ]
-STEPS_CI = [("experts", "data=2,pipeline=2,expert=2,microbatches=4")]
+STEPS_CI = [("small", "data=2,pipeline=2,microbatches=2")]
 STEPS_NIGHTLY = [
+    ("experts", "data=2,pipeline=2,expert=2,microbatches=4"),
     ("dense", "fsdp=2,tensor=4"),
     ("dense", "pipeline=4,schedule=gpipe,microbatches=4"),
     ("dense", "data=2,pipeline=2,tensor=2,chunks=2,microbatches=4"),
@@ -161,8 +163,8 @@ def test_delayed_scales_of_later_steps_are_those_of_one_device(features, layout)
 @pytest.mark.parametrize(
     ("precision", "dispatcher", "layout"),
     [
-        ("fp8", "dropless", "expert=2,tensor=2"),
-        ("fp8", "allgather", "expert=2,tensor=2"),
+        pytest.param("fp8", "dropless", "expert=2,tensor=2", marks=pytest.mark.slow),
+        pytest.param("fp8", "allgather", "expert=2,tensor=2", marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in (

@@ -58,7 +58,7 @@ def test_a_step_that_is_left_out_leaves_the_histories_alone():
     assert not any(leaf.any() for leaf in histories(state).values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_clipping_does_not_reach_the_histories():
     config = model("fp8_delayed", QUANTIZE, **ONE)
     optimizer = dataclasses.replace(config.optimizer, clip_norm=0.1)
