@@ -203,6 +203,7 @@ def rounded(params):
     }
 
 
+@pytest.mark.slow
 def test_latents_and_predictors_of_further_tokens_have_the_roles_of_others():
     def chosen(**settings):
         quantize = dataclasses.replace(FLOAT32, **settings)
@@ -239,6 +240,7 @@ def test_the_chosen_kernels_of_the_chosen_layers_are_rounded():
     ]
 
 
+@pytest.mark.slow
 def test_what_is_rounded_differs_and_little():
     """Parity would also hold if nothing were rounded."""
     exact = by_name(first_gradients(model("fp32", QuantizeConfig()), "data=1")[1])
