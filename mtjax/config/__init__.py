@@ -214,22 +214,21 @@ def _check_quantization(config: Config) -> None:
         "name layers of this model that quantize.first_bf16_layers and last_bf16_layers leave",
     )
     kept = len(quantize.kept_layers(num_layers))
-    names_of_kept = "quantize: layers in bf16"
+    kept_name = "quantize: layers in bf16"
     require(
         kept < num_layers,
-        names_of_kept,
+        kept_name,
         kept,
         f"fewer than model.num_layers ({num_layers})",
         "to quantise nothing, set precision to bf16",
     )
     require(
         kept == 0 or config.mesh.pipeline == 1,
-        names_of_kept,
+        kept_name,
         kept,
         "0 with a pipeline, whose stages run the same program",
         "quantise all layers, or leave mesh.pipeline at 1",
     )
-    tiled = config.precision in ("fp8_block", "mxfp8", "nvfp4")
     require(
         quantize.fallback_ratio == 0 or config.mesh.pipeline == 1,
         "quantize.fallback_ratio",
@@ -237,6 +236,7 @@ def _check_quantization(config: Config) -> None:
         "0 with a pipeline, whose stages run the same program",
         "let no layer fall back, or leave mesh.pipeline at 1",
     )
+    tiled = config.precision in ("fp8_block", "mxfp8", "nvfp4")
     require(
         not (moe.num_experts and tiled) or moe.dispatcher != "dropless",
         "model.moe.dispatcher",
