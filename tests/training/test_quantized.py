@@ -3,6 +3,7 @@
 import pytest
 
 from mtjax.config import MlaConfig
+from mtjax.training import loop
 from mtjax.training.sample import draw_sample
 from mtjax.training.state import create_state, make_setup
 from tests.training.runs import on_some_devices, run, tiny
@@ -11,9 +12,10 @@ STEPS = 80
 
 
 @pytest.mark.slow
-def test_fp8_learns_as_bf16_does(tmp_path):
+def test_fp8_learns_as_bf16_does(tmp_path, monkeypatch):
     """From a uniform guess, 5.55 nats per byte, to below 3.1, which single bytes give: a short form
     of benchmarks/precision_curves.py."""
+    monkeypatch.setattr(loop, "prepare_mesh", on_some_devices)
     losses = {}
     for precision in ("bf16", "fp8"):
         config = tiny(
