@@ -42,7 +42,10 @@ class Place:
         mesh = config.mesh.resolve(self.num_devices, str(self))
         config = validate(dataclasses.replace(config, mesh=mesh))
         # Here, because the process that compiles could only say it with a traceback.
-        resolve_backends(config, "cpu" if self.target is None else "gpu")
+        if self.target is None:
+            resolve_backends(config, "cpu")
+        else:
+            resolve_backends(config, "gpu", self.target.gpu.compute_capability)
         return config
 
 

@@ -78,13 +78,14 @@ def build_step(config: Config, devices: Target | int) -> StepProgram:
     from mtjax.training.step import jit_train_step
 
     if isinstance(devices, Target):
-        platform, present = "gpu", topology_devices(devices)
+        platform: tuple[Any, ...] = "gpu", devices.gpu.compute_capability
+        present = topology_devices(devices)
     else:
-        platform, present = "cpu", np.array(jax.devices("cpu"))
+        platform, present = ("cpu",), np.array(jax.devices("cpu"))
     mesh = make_mesh(config.mesh, present)
     full = dataclasses.replace(config.train, batch_ramp=BatchRampConfig())
     config = dataclasses.replace(config, train=full)
-    config = resolve_backends(validate(config), platform)
+    config = resolve_backends(validate(config), *platform)
     setup = make_setup(config, mesh)
     with jax.set_mesh(mesh):
         step = jit_train_step(config, mesh, setup)

@@ -15,6 +15,9 @@ HALF_DTYPES = ("bfloat16", "float16")
 CUDA_RUNTIME = "13.0.0"
 """CUDA runtime assumed. Without one XLA gives cuBLAS f16 in place of fp8 products, and no error."""
 
+CUDNN = "9.21.0"
+"""cuDNN assumed. Without one XLA multiplies tiles with scales as wide numbers, and no error."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -129,6 +132,7 @@ gpu_device_info {{
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   runtime_version: "{CUDA_RUNTIME}"
+  dnn_version: "{CUDNN}"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}

@@ -58,11 +58,14 @@ class Recipe:
     wait for those of this one."""
     counted: bool = False
     """Training steps report underflow and saturation."""
+    block_scaled: bool = False
+    """Tiles of 8-bit values are multiplied with their scales, by `jax.nn.scaled_matmul`. Otherwise
+    tiles are emulated: the rounded numbers are multiplied in the compute dtype, which holds them
+    exactly."""
 
     @property
-    def emulated(self) -> bool:
-        """Scales vary along the sum, which no product of XLA takes: on CPU the rounded values are
-        multiplied in the compute dtype, which holds them exactly."""
+    def tiled(self) -> bool:
+        """Scales vary along the sum: each product has its own rounding of its operands."""
         return self.x.sharing == "tile"
 
     @property

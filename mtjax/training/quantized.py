@@ -6,6 +6,7 @@ each holds consecutive layers that are treated alike.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -77,7 +78,10 @@ def quantize_modules(config: Config, *trees: Any, recorded: bool) -> Any:
 def _recipe(config: Config, recorded: bool) -> tuple[Recipe, bool]:
     """The recipe, and whether its products keep records where there is to be room for them."""
     counted = config.quantize.statistics or config.quantize.fallback_ratio > 0
-    recipe = dataclasses.replace(RECIPES[config.precision], counted=counted)
+    block_scaled = config.quantize.backend == "scaled_matmul"
+    recipe = dataclasses.replace(
+        RECIPES[config.precision], counted=counted, block_scaled=block_scaled
+    )
     return recipe, recorded and (recipe.delayed or counted)
 
 
@@ -164,13 +168,14 @@ def _rounding(
         outs = range(ins.stop, master.ndim)
 
         def rounded(summed: range) -> Quantized:
-            values, scale = quantize_weight(recipe, master, nb, summed)
-            if scale is None:
+            values, *scales = quantize_weight(recipe, master, nb, summed)
+            if scales == [None, None]:
                 values = values.astype(dtype)
-            else:
-                scale = _pin(_pin(scale, unsplit(scale, stored)), unsplit(scale, used))
             # Pinned on both sides, so that what moves are the rounded values.
-            return Quantized(_pin(_pin(values, stored), used), scale)
+            return jax.tree.map(
+                lambda leaf: _pin(_pin(leaf, fitted(leaf, stored)), fitted(leaf, used)),
+                Quantized(values, *scales),
+            )
 
         forward = rounded(ins)
         backward = rounded(outs) if recipe.w.sharing == "tile" else None
@@ -186,8 +191,13 @@ def _rounding(
     return one
 
 
-def unsplit(leaf: Any, sharding: NamedSharding) -> NamedSharding:
-    """The sharding of a kernel without the dims in which a leaf, such as its scale, has size 1."""
+def fitted(leaf: Any, sharding: NamedSharding) -> NamedSharding:
+    """The sharding of a kernel without the dims in which a leaf that goes with it, such as a scale
+    of size 1, does not divide."""
     entries = (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
-    kept = (e if size > 1 else None for e, size in zip(entries, leaf.shape, strict=True))
+    kept = []
+    for entry, size in zip(entries, leaf.shape, strict=True):
+        axes = (entry,) if isinstance(entry, str) else (entry or ())
+        parts = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        kept.append(entry if size % parts == 0 else None)
     return NamedSharding(sharding.mesh, P(*kept))
