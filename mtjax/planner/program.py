@@ -119,11 +119,12 @@ def _compute_bytes(config: Config, boxes: Any, mesh: Any) -> int:
     import jax.numpy as jnp
 
     from mtjax.sharding import is_boxed
-    from mtjax.training.quantized import quantized_share
+    from mtjax.training.quantized import bytes_per_value, quantized_share
     from mtjax.training.state import gathered_shardings
     from mtjax.training.step import COMPUTE_DTYPES
 
-    wide = jnp.dtype(COMPUTE_DTYPES[config.compute_dtype]).itemsize
+    dtype = COMPUTE_DTYPES[config.compute_dtype]
+    wide, rounded = jnp.dtype(dtype).itemsize, bytes_per_value(config, dtype)
     total = 0.0
     used = gathered_shardings(boxes, mesh)
     for (path, box), sharding in zip(
@@ -133,7 +134,7 @@ def _compute_bytes(config: Config, boxes: Any, mesh: Any) -> int:
     ):
         narrow = quantized_share(config, path[0].key, box)
         size = math.prod(sharding.shard_shape(box.value.shape))
-        total += size * (narrow + (1 - narrow) * wide)
+        total += size * (narrow * rounded + (1 - narrow) * wide)
     return round(total)
 
 

@@ -197,8 +197,8 @@ def _product(how: _How, x: Operand, kernel: QuantizedKernel) -> jax.Array:
     ins = tuple(range(nb, nb + how.num_in))
     dims = ((tuple(range(tokens, tokens + how.num_in)), ins), (tuple(range(nb)),) * 2)
     outs = carrier.ndim - nb - how.num_in
-    n = how.placement.names
-    names = None if n is None else (n.x, n.whole_kernel, n.y)
+    here = how.placement.names
+    names = here and (here.x, here.whole_kernel, here.y)
     y = _dot(x.forward, _gather(how, w), dims, names, carrier.dtype, "default")
     return _scaled(y, carrier.dtype, _fit(x.forward.scale, tokens, outs), _w_scale(how, w, tokens))
 
@@ -241,13 +241,13 @@ def _backward(how, saved, g):
     dx = _scaled(dx, dtype, _fit(left, tokens, how.num_in), _fit(g_in.scale, tokens, how.num_in))
 
     dims = ((token_dims, token_dims), (batch, batch))
-    n = how.placement.names
-    names = None if n is None else (n.x, n.g, n.kernel)
+    here = how.placement.names
+    names = here and (here.x, here.g, here.kernel)
     dw = _dot(x, g_w, dims, names, dtype, "highest")
     left = x_scale if how.recipe.one_gradient else None
     dw = _scaled(dw, dtype, *(_onto_kernel(how, s, tokens) for s in (left, g_w.scale)))
-    if n is not None:
-        dw = shard(dw, *n.kernel)
+    if here is not None:
+        dw = shard(dw, *here.kernel)
     return Operand(dx, None, None), QuantizedKernel(dw, None, None, how.recipe, g_record)
 
 
@@ -264,8 +264,8 @@ def _input_gradient(
         (tuple(range(tokens, g.values.ndim)), tuple(range(first, first + outs))),
         (batch, batch),
     )
-    n = how.placement.names
-    names = None if n is None else (n.g, n.whole_kernel, n.x)
+    here = how.placement.names
+    names = here and (here.g, here.whole_kernel, here.x)
     if not parts:
         return _dot(g, w, dims, names, dtype, "highest")
     if g.tile_scale is not None:

@@ -105,6 +105,16 @@ def quantized_share(config: Config, part: str, box: Boxed) -> float:
     return 1 - len(config.quantize.kept_layers(layers)) / layers
 
 
+def bytes_per_value(config: Config, dtype: Any) -> int:
+    """Of a quantised kernel as layers use it, without its scales; `dtype`: the compute dtype."""
+    if not config.quantized:
+        return jnp.dtype(dtype).itemsize
+    recipe, _ = _recipe(config, False)
+    roundings = 2 if recipe.w.sharing == "tile" else 1
+    real = recipe.block_scaled or not recipe.tiled
+    return roundings * (1 if real else jnp.dtype(dtype).itemsize)
+
+
 def join_segments(blocks: Any) -> Any:
     """Groups of stacked layers again, from gradients of a tree with segments."""
 
