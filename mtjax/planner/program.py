@@ -91,6 +91,7 @@ def build_step(config: Config, devices: Target | int) -> StepProgram:
         step = jit_train_step(config, mesh, setup)
         jaxpr = step.fn.trace(*step.args).jaxpr
         rows = _param_rows(setup.boxes, mesh)
+        compute_bytes = _compute_bytes(config, setup.boxes, mesh)
     params_per_device = sum(row.per_device for row in rows)
     return StepProgram(
         config=config,
@@ -98,7 +99,7 @@ def build_step(config: Config, devices: Target | int) -> StepProgram:
         param_rows=rows,
         param_bytes=_bytes_per_device(setup.abstract.params),
         optimizer_bytes=_bytes_per_device(setup.abstract.opt_state),
-        compute_bytes=_compute_bytes(config, setup.boxes, mesh),
+        compute_bytes=compute_bytes,
         gradient_bytes=params_per_device * 4,
         asked_flops=asked_flops(jaxpr, mesh.size),
     )
