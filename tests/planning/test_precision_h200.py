@@ -134,7 +134,7 @@ def test_weights_are_rounded_before_the_loop_over_microbatches(h200_mesh):
     assert "f8e4m3fn" in step.dtypes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_delayed_scales_wait_for_no_other_device(h200_mesh):
     """Each layer reports its largest values, once and by the way; with scales from the values at
     hand every input and gradient waits for a maximum over all devices."""
