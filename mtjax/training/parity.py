@@ -12,8 +12,8 @@ from mtjax.config import Config, on_layout, resolve_backends, validate
 from mtjax.config.layout import checked_layout
 from mtjax.config.mesh import Layout, MeshConfig
 from mtjax.sharding import make_mesh
+from mtjax.training.compiled import compile_step
 from mtjax.training.feed import Feed
-from mtjax.training.loop import compile_step
 from mtjax.training.state import create_state, make_setup
 from mtjax.training.step import Limits, dropout_key, loss_and_gradients
 
