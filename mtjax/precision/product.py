@@ -170,12 +170,16 @@ def product(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: _How, x: Operand, kernel: QuantizedKernel) -> jax.Array:
+    return _output(how, x, kernel, _gather(how, kernel.forward.values))
+
+
+def _output(how: _How, x: Operand, kernel: QuantizedKernel, values: jax.Array) -> jax.Array:
+    """x W of a kernel's gathered values."""
     carrier, w = kernel.carrier, kernel.forward
     nb, tokens = how.num_batch, x.forward.values.ndim - how.num_in
     ins = tuple(range(nb, nb + how.num_in))
     dims = ((tuple(range(tokens, tokens + how.num_in)), ins), (tuple(range(nb)),) * 2)
     outs = carrier.ndim - nb - how.num_in
-    values = _gather(how, w.values)
     y = _dot(x.forward.values, values, dims, carrier.dtype, "default")
     return _scaled(y, carrier.dtype, _fit(x.forward.scale, tokens, outs), _w_scale(how, w, tokens))
 
@@ -185,6 +189,7 @@ class _Saved(NamedTuple):
 
     x: Quantized
     w: Quantized
+    """Gathered, if `_shares_gather`."""
     nothing: jax.Array
     g_scale: Any
     record: Any
@@ -193,14 +198,21 @@ class _Saved(NamedTuple):
 
 def _forward(how, x, kernel):
     parts = x.carrier.shape[0] if x.carrier.ndim > x.forward.values.ndim else 0
+    values = _gather(how, kernel.forward.values)
+    shared = kernel.forward._replace(values=values) if _shares_gather(how) else kernel.forward
     saved = _Saved(
         x.backward or x.forward,
-        kernel.backward or kernel.forward,
+        kernel.backward or shared,
         jnp.zeros((parts, 0), kernel.carrier.dtype),
         None if kernel.scales is None else kernel.scales[1],
         record_so_far(x, kernel),
     )
-    return _product(how, x, kernel), saved
+    return _output(how, x, kernel, values), saved
+
+
+def _shares_gather(how: _How) -> bool:
+    """Forward and backward pass multiply the same values, and nothing is kept in between."""
+    return how.recipe.recomputed and not how.recipe.emulated
 
 
 def _backward(how, saved, g):
@@ -214,7 +226,8 @@ def _backward(how, saved, g):
     g_in, g_w, g_record = _round_gradient(how, g, out_dims, token_dims, scales, saved.record)
 
     left = w_scale if how.recipe.one_gradient else None
-    dx = _input_gradient(how, g_in.values, _gather(how, w.values), tokens, parts, dtype)
+    values = w.values if _shares_gather(how) else _gather(how, w.values)
+    dx = _input_gradient(how, g_in.values, values, tokens, parts, dtype)
     dx = _scaled(dx, dtype, _fit(left, tokens, how.num_in), _fit(g_in.scale, tokens, how.num_in))
 
     dims = ((token_dims, token_dims), (batch, batch))

@@ -58,6 +58,9 @@ class Recipe:
     wait for those of this one."""
     counted: bool = False
     """Training steps report underflow and saturation."""
+    recomputed: bool = False
+    """A layer's backward pass begins with its forward pass, so that both can read the same gathered
+    kernels. Otherwise what one gathered would be kept for the other."""
 
     @property
     def emulated(self) -> bool:

@@ -77,7 +77,8 @@ def quantize_modules(config: Config, *trees: Any, recorded: bool) -> Any:
 def _recipe(config: Config, recorded: bool) -> tuple[Recipe, bool]:
     """The recipe, and whether its products keep records where there is to be room for them."""
     counted = config.quantize.statistics or config.quantize.fallback_ratio > 0
-    recipe = dataclasses.replace(RECIPES[config.precision], counted=counted)
+    recomputed = config.train.remat != "none"
+    recipe = dataclasses.replace(RECIPES[config.precision], counted=counted, recomputed=recomputed)
     return recipe, recorded and (recipe.delayed or counted)
 
 
