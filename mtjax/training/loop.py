@@ -24,6 +24,7 @@ from mtjax.operation.metrics import MetricWriter, check_writers
 from mtjax.operation.plot import plot_loss
 from mtjax.operation.progress import Progress, format_count
 from mtjax.planning.flops import CONVENTION, count_params, flops_per_token
+from mtjax.precision.te import check_installed
 from mtjax.recipes import Provenance, describe, from_caller
 from mtjax.sharding import compute_capability, make_mesh
 from mtjax.training.calibrate import calibrated
@@ -70,14 +71,9 @@ def _describe_memory(compiled: Any) -> str:
     memory = compiled.memory_analysis()
     if memory is None:
         return "memory n/a"
-    gib = [
-        f"{name} {size / 2**30:.2f} GiB"
-        for name, size in (
-            ("arguments", memory.argument_size_in_bytes),
-            ("temporaries", memory.temp_size_in_bytes),
-        )
-    ]
-    return "per device: " + ", ".join(gib)
+    sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    arguments, temporaries = (f"{size / 2**30:.2f} GiB" for size in sizes)
+    return f"per device: arguments {arguments}, temporaries {temporaries}"
 
 
 def prepare_mesh(config: Config) -> tuple[Config, Mesh]:
@@ -101,6 +97,7 @@ def train(config: Config, provenance: Sequence[Provenance] | None = None) -> int
     check_folder(config.run.directory, "run.directory")
     check_writers(config.run.metrics)
     check_sample(config)
+    check_installed(config)
     initialize(config.run.distributed)
     with ending_together(), FolderLock(config.run.directory, active=is_main_process()):
         Trainer(config, provenance).run()
