@@ -129,6 +129,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | np.ndarray | None = N
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def compute_capability(device: Any) -> tuple[int, int] | None:
+    """Of a GPU, major and minor; None of another device."""
+    text = getattr(device, "compute_capability", None)
+    if text is None:
+        return None
+    major, minor = str(text).split(".")
+    return int(major), int(minor)
+
+
 def no_mesh() -> Any:
     """Context without a mesh, for initialisation: its dummy shapes need not divide."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
@@ -205,12 +214,38 @@ def local_map(f: Callable[..., Any], in_names: Sequence[Names], out_names: Any) 
     )
 
 
+def local_sum(
+    f: Callable[..., Any], in_names: Sequence[Names], out_names: Names, summed: Sequence[int]
+) -> Callable:
+    """`local_map` of a product f, which sums over the dims `summed` of its first operand.
+
+    Devices that hold parts of these dims add up what f gives them: by a reduce-scatter over mesh
+    axes that split the result, innermost in their dim of it, and by an all-reduce over others.
+    """
+    operand, result = _axes_by_dim(in_names[0]), _axes_by_dim(out_names)
+    parted = tuple(axis for dim in summed for axis in operand[dim])
+
+    def whole(*operands: jax.Array) -> jax.Array:
+        y, left = f(*operands), parted
+        for dim, axes in enumerate(result):
+            scattered = tuple(axis for axis in axes if axis in parted)
+            if scattered:
+                assert axes[-len(scattered) :] == scattered, "the parts would come out of order"
+                y = jax.lax.psum_scatter(y, scattered, scatter_dimension=dim, tiled=True)
+                left = tuple(axis for axis in left if axis not in scattered)
+        return jax.lax.psum(y, left) if left else y
+
+    return local_map(whole, in_names, out_names)
+
+
+def _axes_by_dim(names: Names) -> list[tuple[str, ...]]:
+    """Mesh axes that split each dim here."""
+    return [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec(*names)]
+
+
 def mesh_axes(*names: str) -> tuple[str, ...]:
     """Mesh axes that split dims with these names here, for collectives inside `local_map`."""
-    axes: tuple[str, ...] = ()
-    for entry in spec(*names):
-        axes += (entry,) if isinstance(entry, str) else (entry or ())
-    return axes
+    return tuple(axis for axes in _axes_by_dim(names) for axis in axes)
 
 
 def all_mesh_axes(name: str) -> tuple[str, ...]:

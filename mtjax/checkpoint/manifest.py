@@ -26,6 +26,7 @@ MUST_MATCH: dict[str, bool] = {
     "config.model.attention.exchange": False,
     "config.model.moe.allow_expanded_products": False,
     "config.pipeline": False,
+    "config.quantize.backend": False,
     "config.quantize.fallback_ratio": False,
     "config.quantize.fallback_steps": False,
     "config.quantize.statistics": False,

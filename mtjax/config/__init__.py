@@ -16,6 +16,7 @@ from mtjax.config.mtp import MtpConfig
 from mtjax.config.pipeline import PipelineConfig, PipelineSchedule, check_pipeline
 from mtjax.config.precision import QUANTIZED, ComputeDtype, Precision, QuantizeConfig
 from mtjax.config.precision import compute_dtype_name as _compute_dtype_name
+from mtjax.config.products import resolve_products
 from mtjax.config.run import DistributedConfig, FaultConfig, MetricsConfig, RunConfig
 from mtjax.config.training import (
     BatchRampConfig,
@@ -23,6 +24,10 @@ from mtjax.config.training import (
     OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
+)
+from mtjax.config.transformer_engine import (
+    check_transformer_engine,
+    check_transformer_engine_on,
 )
 
 __all__ = [
@@ -204,6 +209,13 @@ def _check_quantization(config: Config) -> None:
         names = ["amax_history", "fallback_ratio", "fallback_steps"]
         condition = "scales come from the values at hand; set precision to fp8_delayed"
         require_defaults(quantize, "quantize", names, condition)
+    require(
+        quantize.backend != "scaled_matmul" or config.precision == "mxfp8",
+        "quantize.backend",
+        quantize.backend,
+        f"xla or auto with precision {config.precision}",
+        "scaled_matmul is for mxfp8",
+    )
     num_layers, layers = config.model.num_layers, quantize.bf16_layers
     first, behind = quantize.first_bf16_layers, num_layers - quantize.last_bf16_layers
     require(
@@ -245,6 +257,9 @@ def _check_quantization(config: Config) -> None:
         "those of several experts",
         "use one of them, or precision fp8",
     )
+    if quantize.backend == "te":
+        parts = config.model, config.train, config.mesh, config.precision, quantize
+        check_transformer_engine(*parts)
 
 
 def _check_upcycling(config: Config) -> None:
@@ -353,8 +368,14 @@ def _check_mesh(config: Config) -> None:
     )
 
 
-def resolve_backends(config: Config, platform: str) -> Config:
-    """Replace each "auto" by what the platform of the mesh's devices has ("cpu" or "gpu").
+def resolve_backends(
+    config: Config, platform: str, compute_capability: tuple[int, int] | None = None
+) -> Config:
+    """Replace each "auto" by what the mesh's devices have.
+
+    Args:
+        platform: "cpu" or "gpu".
+        compute_capability: of the GPUs, major and minor.
 
     Raises:
         ValueError: the platform lacks what the config asks for.
@@ -386,7 +407,9 @@ def resolve_backends(config: Config, platform: str) -> Config:
         packed=config.data.separate_documents,
         exchange=attention.exchange if config.mesh.context != 1 else None,
     )
-    _check_formats(config, on_gpu)
+    config = resolve_products(config, on_gpu, compute_capability)
+    if config.quantize.backend == "te":
+        check_transformer_engine_on(platform, compute_capability)
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[config.compute_dtype]
     reason = unsupported("cudnn", call, config.model.head_dim, dtype)
     if attention.backend != "auto":
@@ -401,22 +424,6 @@ def resolve_backends(config: Config, platform: str) -> Config:
     cudnn = on_gpu and reason is None
     model = config.model.with_attention("cudnn" if cudnn else "xla")
     return dataclasses.replace(config, model=model)
-
-
-def _check_formats(config: Config, on_gpu: bool) -> None:
-    """Refuse formats whose products a GPU would compute in another one."""
-    advice = {
-        "fp8_block": "a kernel for products of 128-wide tiles, which mtjax does not have yet",
-        "mxfp8": "Blackwell tensor cores, for which mtjax has no product yet",
-        "nvfp4": "Blackwell tensor cores, for which mtjax has no product yet",
-    }
-    require(
-        not on_gpu or config.precision not in advice,
-        "precision",
-        config.precision,
-        f"another one on GPU: it takes {advice.get(config.precision)}; on CPU it is emulated",
-        "use fp8 or fp8_rowwise",
-    )
 
 
 def _check_expert_products(config: Config, on_gpu: bool) -> None:

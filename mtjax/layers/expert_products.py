@@ -56,7 +56,7 @@ def num_experts(kernels: dict[str, Any]) -> int:
 
 def round_tokens(x_BTD: jax.Array, kernel: Any) -> jax.Array | Operand:
     """Tokens as they travel to experts: rounded, unless tiles depend on where they arrive."""
-    if not isinstance(kernel, QuantizedKernel) or kernel.recipe.emulated:
+    if not isinstance(kernel, QuantizedKernel) or kernel.recipe.tiled:
         return x_BTD
     axes = manual_axes("batch")
     return round_activation(kernel, x_BTD, 1, Placement(axes, axes))
@@ -82,7 +82,7 @@ def expert_product(
     """
     if isinstance(kernel_EDF, QuantizedKernel):
         x = x_ECD
-        if kernel_EDF.recipe.emulated:  # tiles end where a sequence does, however many are here
+        if kernel_EDF.recipe.tiled:  # tiles end where a sequence does, however many are here
             x = x.reshape(x.shape[0], -1, capacity, x.shape[-1])
         place = _placement(exchange)
         y = product(_rounded(x, kernel_EDF, place), kernel_EDF, place, num_batch=1)

@@ -15,6 +15,7 @@ from mtjax.layers.init import normal
 from mtjax.precision.product import (
     Operand,
     Placement,
+    ProductNames,
     QuantizedKernel,
     product,
     round_activation,
@@ -66,7 +67,8 @@ class Shared:
 
     def _round(self, kernel: QuantizedKernel) -> Operand:
         x_BTD = shard(self._named(self.split), *_SPLIT)
-        return round_activation(kernel, x_BTD, 1, placement())
+        axes = manual_axes("batch")
+        return round_activation(kernel, x_BTD, 1, Placement(axes, axes))
 
     def _named(self, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.name is None else checkpoint_name(x_BTD, self.name)
@@ -105,10 +107,23 @@ class Gathered(Shared):
         return leaf if leaf.size == 1 else reshard(leaf, _SPLIT, _WHOLE)
 
 
-def placement(names: Names | None = None) -> Placement:
-    """Placement of a projection whose kernel has these logical dims, outside of manual islands."""
+_ACTIVATIONS = {"heads": "act_heads", "kv_heads": "act_heads", "ffn": "act_ffn"}
+"""Logical dims of kernels that are split alike in what goes into or comes out of them."""
+
+
+def placement(names: Names, num_in: int, *, gathered: bool) -> Placement:
+    """Placement of a projection whose kernel has these logical dims, outside of manual islands.
+
+    `gathered`: of an input that was split over the sequence and no longer is.
+    """
     axes = manual_axes("batch")
-    return Placement(axes, axes, names, split_gradient=names is not None and names[-1] == "embed")
+    x, y = (
+        tuple(_ACTIVATIONS.get(n or "") for n in part) for part in (names[:num_in], names[num_in:])
+    )
+    # Inputs that are split over heads or width have the whole sequence.
+    x_seq = "seq" if gathered or any(x) else "seq_sp"
+    y_seq = "seq_sp" if names[-1] == "embed" else x_seq
+    return Placement(axes, axes, ProductNames(("batch", x_seq, *x), names, ("batch", y_seq, *y)))
 
 
 class Linear(nn.Module):
@@ -151,7 +166,7 @@ class Linear(nn.Module):
 
     def _multiply(self, x: jax.Array | Shared, kernel: Any) -> jax.Array:
         if isinstance(kernel, QuantizedKernel):
-            place = placement(self.names)
+            place = placement(self.names, self.num_in, gathered=isinstance(x, Gathered))
             if isinstance(x, Shared):
                 return product(x.rounded(kernel), kernel, place)
             rounded = round_activation(kernel, x, self.num_in, place)

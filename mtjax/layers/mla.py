@@ -106,7 +106,8 @@ class LatentAttention(nn.Module):
 def _heads(latent_BTR: Gathered, kernel_RNH: Any) -> jax.Array:
     """Keys or values of all heads, [B, T, N, H]."""
     if isinstance(kernel_RNH, QuantizedKernel):
-        return product(latent_BTR.rounded(kernel_RNH), kernel_RNH, placement(_UP))
+        place = placement(_UP, 1, gathered=True)
+        return product(latent_BTR.rounded(kernel_RNH), kernel_RNH, place)
     x_BTR = latent_BTR.value
     return jnp.einsum("BTR,RNH->BTNH", x_BTR, kernel_RNH.astype(x_BTR.dtype))
 

@@ -28,9 +28,11 @@ def estimate_memory(config: Config) -> dict[str, float]:
     blocks = local - _table_params(config.model) / shards
     kept = len(config.quantize.kept_layers(config.model.num_layers))
     quantized = blocks * (1 - kept / config.model.num_layers) if config.quantized else 0.0
+    # Tiles along each of two sums.
+    rounded = quantized * (2 if config.precision == "mxfp8" else 1)
     return {
         "parameters and optimizer": stored * local / mesh.data,
-        "weights in the compute dtype": compute * (used - quantized) + quantized,
+        "weights in the compute dtype": compute * (used - quantized) + rounded,
         "gradients": 4 * used,
         "gradients of one microbatch": compute * blocks,
         "saved activations": _saved_bytes(config) * saved_layers(config),

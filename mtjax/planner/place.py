@@ -3,6 +3,7 @@
 import dataclasses
 
 from mtjax.config import Config, resolve_backends, validate
+from mtjax.config.check import require
 from mtjax.planner.report import RESERVED_BYTES
 from mtjax.planning.targets import Target, parse_target
 
@@ -42,8 +43,26 @@ class Place:
         mesh = config.mesh.resolve(self.num_devices, str(self))
         config = validate(dataclasses.replace(config, mesh=mesh))
         # Here, because the process that compiles could only say it with a traceback.
-        resolve_backends(config, "cpu" if self.target is None else "gpu")
+        if self.target is None:
+            resolve_backends(config, "cpu")
+        else:
+            resolve_backends(config, "gpu", self.target.gpu.compute_capability)
         return config
+
+
+def check_plannable(config: Config) -> None:
+    """Check that a step can be compiled without the GPUs it is for.
+
+    Raises:
+        ValueError: it can't.
+    """
+    require(
+        config.quantize.backend != "te",
+        "quantize.backend",
+        "te",
+        "xla for a plan, as TransformerEngine asks the GPU that it runs on how to multiply",
+        "plan with --quantize.backend xla, which gathers the same arrays",
+    )
 
 
 def parse_place(text: str) -> Place:

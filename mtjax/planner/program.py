@@ -78,18 +78,20 @@ def build_step(config: Config, devices: Target | int) -> StepProgram:
     from mtjax.training.step import jit_train_step
 
     if isinstance(devices, Target):
-        platform, present = "gpu", topology_devices(devices)
+        platform: tuple[Any, ...] = "gpu", devices.gpu.compute_capability
+        present = topology_devices(devices)
     else:
-        platform, present = "cpu", np.array(jax.devices("cpu"))
+        platform, present = ("cpu",), np.array(jax.devices("cpu"))
     mesh = make_mesh(config.mesh, present)
     full = dataclasses.replace(config.train, batch_ramp=BatchRampConfig())
     config = dataclasses.replace(config, train=full)
-    config = resolve_backends(validate(config), platform)
+    config = resolve_backends(validate(config), *platform)
     setup = make_setup(config, mesh)
     with jax.set_mesh(mesh):
         step = jit_train_step(config, mesh, setup)
         jaxpr = step.fn.trace(*step.args).jaxpr
         rows = _param_rows(setup.boxes, mesh)
+        compute_bytes = _compute_bytes(config, setup.boxes, mesh)
     params_per_device = sum(row.per_device for row in rows)
     return StepProgram(
         config=config,
@@ -97,7 +99,7 @@ def build_step(config: Config, devices: Target | int) -> StepProgram:
         param_rows=rows,
         param_bytes=_bytes_per_device(setup.abstract.params),
         optimizer_bytes=_bytes_per_device(setup.abstract.opt_state),
-        compute_bytes=_compute_bytes(config, setup.boxes, mesh),
+        compute_bytes=compute_bytes,
         gradient_bytes=params_per_device * 4,
         asked_flops=asked_flops(jaxpr, mesh.size),
     )
@@ -118,11 +120,12 @@ def _compute_bytes(config: Config, boxes: Any, mesh: Any) -> int:
     import jax.numpy as jnp
 
     from mtjax.sharding import is_boxed
-    from mtjax.training.quantized import quantized_share
+    from mtjax.training.quantized import bytes_per_value, quantized_share
     from mtjax.training.state import gathered_shardings
     from mtjax.training.step import COMPUTE_DTYPES
 
-    wide = jnp.dtype(COMPUTE_DTYPES[config.compute_dtype]).itemsize
+    dtype = COMPUTE_DTYPES[config.compute_dtype]
+    wide, rounded = jnp.dtype(dtype).itemsize, bytes_per_value(config, dtype)
     total = 0.0
     used = gathered_shardings(boxes, mesh)
     for (path, box), sharding in zip(
@@ -132,7 +135,7 @@ def _compute_bytes(config: Config, boxes: Any, mesh: Any) -> int:
     ):
         narrow = quantized_share(config, path[0].key, box)
         size = math.prod(sharding.shard_shape(box.value.shape))
-        total += size * (narrow + (1 - narrow) * wide)
+        total += size * (narrow * rounded + (1 - narrow) * wide)
     return round(total)
 
 

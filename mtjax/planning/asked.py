@@ -6,7 +6,8 @@ from typing import Any
 
 
 def asked_flops(jaxpr: Any, free_devices: int) -> dict[str, float]:
-    """FLOPs per device by primitive (dot_general, ragged_dot_general), loops multiplied in.
+    """FLOPs per device by primitive (dot_general, ragged_dot_general), loops multiplied in; those
+    of scaled_matmul count as dot_general.
 
     Args:
         jaxpr: of the whole program, such as `jax.jit(f).trace(*args).jaxpr`.
@@ -20,6 +21,8 @@ def asked_flops(jaxpr: Any, free_devices: int) -> dict[str, float]:
         name = eqn.primitive.name
         if name == "dot_general":
             flops[name] += _dot_flops(eqn) / free_devices
+        elif name == "scaled_matmul_wrapper":
+            flops["dot_general"] += _scaled_flops(eqn) / free_devices
         elif name.startswith("ragged_dot"):
             flops["ragged_dot_general"] += _ragged_flops(eqn) / free_devices
         elif name == "cond":
@@ -49,6 +52,12 @@ def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 def _dot_flops(eqn: Any) -> float:
     (lhs_dims, _), _ = eqn.params["dimension_numbers"]
     depth = math.prod(eqn.invars[0].aval.shape[dim] for dim in lhs_dims)
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
+
+
+def _scaled_flops(eqn: Any) -> float:
+    """Of [B, M, K] by [B, N, K]."""
+    depth = eqn.invars[0].aval.shape[-1]
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
 
 

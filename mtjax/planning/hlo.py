@@ -33,7 +33,9 @@ KINDS = (
 # than this: loop counters and index arithmetic hide nothing.
 _COMPUTE = ("fusion", "custom-call", "dot", "convolution", "while", "conditional", "call")
 _MIN_COMPUTE_BYTES = 4096
-GEMM_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$groupedMatmul")
+BLOCK_SCALED = "__cudnn$blockScaledDot"
+"""Operands [B, M, K] and [B, N, K], then their scales."""
+GEMM_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$groupedMatmul", BLOCK_SCALED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,7 @@ class Gemm(_Located):
     """One matrix product, batched or not."""
 
     backend: str
-    """cublas, triton, or xla for a dot in an ordinary fusion or on its own."""
+    """cublas, cudnn, triton, or xla for a dot in an ordinary fusion or on its own."""
     lhs: Array
     rhs: Array
     output: Array
@@ -143,7 +145,7 @@ class Gemm(_Located):
 
 @dataclass(frozen=True, kw_only=True)
 class CustomCall(_Located):
-    """A call into a library or a kernel of ours; products by cuBLAS are among the gemms instead."""
+    """A call into a library or a kernel of ours; products are among the gemms instead."""
 
     target: str
     operands: tuple[Array, ...]
@@ -273,7 +275,7 @@ def summarize(hlo: str, mesh_shape: Mapping[str, int] | None = None) -> ProgramS
         elif site.instruction.opcode == "custom-call":
             target = site.instruction.custom_call_target
             if target.startswith(GEMM_TARGETS):
-                gemms.append(_gemm(site, "cublas"))
+                gemms.append(_gemm(site, "cudnn" if target == BLOCK_SCALED else "cublas"))
             else:
                 calls.append(_custom_call(site, target))
     return ProgramSummary(tuple(collectives), tuple(gemms), tuple(calls), tuple(loops), mesh_shape)
@@ -364,13 +366,18 @@ class Product:
 
 
 def product_at(where: Computation, instruction: Instruction) -> Product:
-    """The product of a dot, or of a call of cuBLAS.
+    """The product of a dot, or of a call of one of GEMM_TARGETS.
 
     Raises:
         ValueError: a cuBLAS call without dimension numbers.
     """
     lhs, rhs = (arrays[0] for arrays in where.operand_arrays(instruction)[:2])
-    if instruction.opcode == "custom-call":
+    contracting: tuple[int, ...]
+    if instruction.opcode != "custom-call":
+        contracting = instruction.attribute_ints("lhs_contracting_dims") or ()
+    elif instruction.custom_call_target == BLOCK_SCALED:
+        contracting = (len(lhs.dims) - 1,)
+    else:
         numbers = re.search(r'"lhs_contracting_dimensions":\s*(\[[^\]]*\])', instruction.attributes)
         if not numbers:
             raise ValueError(
@@ -378,8 +385,6 @@ def product_at(where: Computation, instruction: Instruction) -> Product:
                 "with them; teach mtjax/planning/hlo.py the form of this jaxlib"
             )
         contracting = tuple(map(int, json.loads(numbers[1])))
-    else:
-        contracting = instruction.attribute_ints("lhs_contracting_dims") or ()
     depth = math.prod(lhs.dims[dim] for dim in contracting)
     return Product(lhs, rhs, instruction.shape[0], depth)
 

@@ -15,6 +15,9 @@ HALF_DTYPES = ("bfloat16", "float16")
 CUDA_RUNTIME = "13.0.0"
 """CUDA runtime assumed. Without one XLA gives cuBLAS f16 in place of fp8 products, and no error."""
 
+CUDNN = (9, 21)
+"""cuDNN assumed. Without one XLA multiplies tiles with scales as wide numbers, and no error."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -129,8 +132,9 @@ gpu_device_info {{
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   runtime_version: "{CUDA_RUNTIME}"
+  dnn_version: "{CUDNN[0]}.{CUDNN[1]}.0"
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
+dnn_version_info {{ major: {CUDNN[0]} minor: {CUDNN[1]} }}
 device_description_str: "{gpu.device_kind}"
 """

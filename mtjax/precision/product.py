@@ -16,6 +16,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from mtjax.precision import te
+from mtjax.precision.block_scaled import block_scaled_dot
 from mtjax.precision.quantize import (
     Quantized,
     name_for_remat,
@@ -119,17 +121,38 @@ class Operand(NamedTuple):
     """Of the rounding."""
 
 
+class ProductNames(NamedTuple):
+    """Logical dims of the operands of a product, outside of manual islands."""
+
+    x: Names
+    """Of activations where they are multiplied."""
+    kernel: Names
+    """Of the kernel, which is gathered over "embed" and "latent" before it is used."""
+    y: Names
+    """Of the result. Where it is split over the sequence and x is not, its gradient is gathered
+    once rounded."""
+
+    @property
+    def whole_kernel(self) -> Names:
+        """Of the kernel once gathered."""
+        return tuple(None if name in ("embed", "latent") else name for name in self.kernel)
+
+    @property
+    def g(self) -> Names:
+        """Of the gradient of the result where it is multiplied."""
+        return (*self.x[:2], *self.y[2:])
+
+
 class Placement(NamedTuple):
-    """Where the arrays of a product are, beside what is automatic."""
+    """Where the arrays of a product are."""
 
     tensor_axes: tuple[str, ...]
     """Manual mesh axes that split activations."""
     token_axes: tuple[str, ...]
     """Those that split the tokens which meet one kernel."""
-    kernel_names: Names | None = None
-    """Logical dims of the kernel, which is gathered over "embed" and "latent" before it is used."""
-    split_gradient: bool = False
-    """The gradient of the result comes split over the sequence, and is gathered once rounded."""
+    names: ProductNames | None = None
+    """Where arrays are along axes that are automatic; None: there is none, or the product is local
+    along them."""
 
 
 class _How(NamedTuple):
@@ -150,7 +173,7 @@ def round_activation(
     over = placement.tensor_axes if recipe.x.sharing == "tensor" else ()
     forward = quantize_activation(recipe, recipe.x, fixed, ins, over, scale)
     backward = None
-    if recipe.emulated:
+    if recipe.tiled:
         backward = quantize_activation(recipe, recipe.x, fixed, (ins[0] - 1,))
     record = None if kernel.record is None else report(recipe, recipe.x, fixed, forward)
     forward, backward = jax.tree.map(
@@ -170,18 +193,21 @@ def product(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: _How, x: Operand, kernel: QuantizedKernel) -> jax.Array:
-    return _output(how, x, kernel, _gather(how, kernel.forward.values))
+    return _output(how, x, kernel, _gather(how, kernel.forward))
 
 
-def _output(how: _How, x: Operand, kernel: QuantizedKernel, values: jax.Array) -> jax.Array:
-    """x W of a kernel's gathered values."""
+def _output(how: _How, x: Operand, kernel: QuantizedKernel, gathered: Quantized) -> jax.Array:
+    """x W of a gathered kernel."""
     carrier, w = kernel.carrier, kernel.forward
     nb, tokens = how.num_batch, x.forward.values.ndim - how.num_in
     ins = tuple(range(nb, nb + how.num_in))
     dims = ((tuple(range(tokens, tokens + how.num_in)), ins), (tuple(range(nb)),) * 2)
     outs = carrier.ndim - nb - how.num_in
-    y = _dot(x.forward.values, values, dims, carrier.dtype, "default")
-    return _scaled(y, carrier.dtype, _fit(x.forward.scale, tokens, outs), _w_scale(how, w, tokens))
+    here = how.placement.names
+    names = here and (here.x, here.whole_kernel, here.y)
+    scales = _fit(x.forward.scale, tokens, outs), _w_scale(how, w, tokens)
+    dtype = carrier.dtype
+    return _multiply(how, x.forward, gathered, dims, names, scales, dtype, "default")
 
 
 class _Saved(NamedTuple):
@@ -198,21 +224,20 @@ class _Saved(NamedTuple):
 
 def _forward(how, x, kernel):
     parts = x.carrier.shape[0] if x.carrier.ndim > x.forward.values.ndim else 0
-    values = _gather(how, kernel.forward.values)
-    shared = kernel.forward._replace(values=values) if _shares_gather(how) else kernel.forward
+    gathered = _gather(how, kernel.forward)
     saved = _Saved(
         x.backward or x.forward,
-        kernel.backward or shared,
+        kernel.backward or (gathered if _shares_gather(how) else kernel.forward),
         jnp.zeros((parts, 0), kernel.carrier.dtype),
         None if kernel.scales is None else kernel.scales[1],
         record_so_far(x, kernel),
     )
-    return _output(how, x, kernel, values), saved
+    return _output(how, x, kernel, gathered), saved
 
 
 def _shares_gather(how: _How) -> bool:
     """Forward and backward pass multiply the same values, and nothing is kept in between."""
-    return how.recipe.recomputed and not how.recipe.emulated
+    return how.recipe.recomputed and not how.recipe.tiled
 
 
 def _backward(how, saved, g):
@@ -226,34 +251,48 @@ def _backward(how, saved, g):
     g_in, g_w, g_record = _round_gradient(how, g, out_dims, token_dims, scales, saved.record)
 
     left = w_scale if how.recipe.one_gradient else None
-    values = w.values if _shares_gather(how) else _gather(how, w.values)
-    dx = _input_gradient(how, g_in.values, values, tokens, parts, dtype)
-    dx = _scaled(dx, dtype, _fit(left, tokens, how.num_in), _fit(g_in.scale, tokens, how.num_in))
+    in_scales = tuple(_fit(scale, tokens, how.num_in) for scale in (left, g_in.scale))
+    gathered = w if _shares_gather(how) else _gather(how, w)
+    dx = _input_gradient(how, g_in, gathered, tokens, parts, in_scales, dtype)
 
     dims = ((token_dims, token_dims), (batch, batch))
-    dw = _dot(x.values, g_w.values, dims, dtype, "highest")
+    here = how.placement.names
+    names = here and (here.x, here.g, here.kernel)
     left = x_scale if how.recipe.one_gradient else None
-    dw = _scaled(dw, dtype, *(_onto_kernel(how, s, tokens) for s in (left, g_w.scale)))
-    if how.placement.kernel_names is not None:
-        dw = shard(dw, *how.placement.kernel_names)
+    w_scales = tuple(_onto_kernel(how, scale, tokens) for scale in (left, g_w.scale))
+    dw = _multiply(how, x, g_w, dims, names, w_scales, dtype, "highest")
+    if here is not None:
+        dw = shard(dw, *here.kernel)
     return Operand(dx, None, None), QuantizedKernel(dw, None, None, how.recipe, g_record)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _input_gradient(how: _How, g: Any, w: Any, tokens: int, parts: int, dtype: Any) -> jax.Array:
+def _input_gradient(
+    how: _How, g: Quantized, w: Quantized, tokens: int, parts: int, scales: Any, dtype: Any
+) -> jax.Array:
     """g W^T; with parts, [parts, ...] from as many pieces of the first output dim each."""
-    nb, first = how.num_batch, how.num_batch + how.num_in
-    outs = g.ndim - tokens
-    if not parts:
-        batch = tuple(range(nb))
-        dims = ((tuple(range(tokens, g.ndim)), tuple(range(first, first + outs))), (batch, batch))
-        return _dot(g, w, dims, dtype, "highest")
-    g = g.reshape(*g.shape[:tokens], parts, -1, *g.shape[tokens + 1 :])
-    w = w.reshape(*w.shape[:first], parts, -1, *w.shape[first + 1 :])
-    contracted = tuple(range(tokens + 1, g.ndim)), tuple(range(first + 1, w.ndim))
-    dx = _dot(g, w, (contracted, ((tokens,), (first,))), dtype, "highest")
+    first, batch = how.num_batch + how.num_in, tuple(range(how.num_batch))
+    outs = g.values.ndim - tokens
+    dims = (
+        (tuple(range(tokens, g.values.ndim)), tuple(range(first, first + outs))),
+        (batch, batch),
+    )
+    here = how.placement.names
+    names = here and (here.g, here.whole_kernel, here.x)
+    multiply = partial(_multiply, how, scales=scales, dtype=dtype, precision="highest")
+    if not parts or how.recipe.backend != "xla":
+        return multiply(g, w, dims, names, apart=parts > 0)
+
+    def in_pieces(x: Quantized, dim: int) -> Quantized:
+        return x._replace(
+            values=x.values.reshape(*x.values.shape[:dim], parts, -1, *x.values.shape[dim + 1 :])
+        )
+
+    g, w = in_pieces(g, tokens), in_pieces(w, first)
+    contracted = tuple(range(tokens + 1, g.values.ndim)), tuple(range(first + 1, w.values.ndim))
+    dx = multiply(g, w, (contracted, ((tokens,), (first,))), None)
     return shard(dx, "act_ffn", "batch", "seq", None)
 
 
@@ -265,7 +304,7 @@ def _round_gradient(how, g, out_dims, token_dims, scales, record) -> tuple[Any, 
     if recipe.one_gradient:
         g_in = quantize_activation(recipe, recipe.g, g, out_dims, place.tensor_axes, g_scale)
         g_w = g_in
-    elif recipe.emulated:
+    elif recipe.tiled:
         along = (out_dims, token_dims[-1:])
         g_in, g_w = (quantize_activation(recipe, recipe.g, g, dims) for dims in along)
     else:
@@ -291,19 +330,49 @@ def whole_record(recipe: Recipe, so_far: Any, g: jax.Array, rounded: Quantized) 
 
 def _whole(how: _How, g: Quantized) -> Quantized:
     """Gathered over the sequence, if it is split."""
-    if not how.placement.split_gradient:
+    names = how.placement.names
+    if names is None or names.g == names.y:
         return g
     split, whole = ("batch", "seq_sp", None), ("batch", "seq", None)
-    return g._replace(values=reshard(g.values, split, whole))
+    return _moved(g, split, whole)
 
 
-def _gather(how: _How, values: jax.Array) -> jax.Array:
-    """A kernel's values where they are multiplied: whole along the dims that fsdp splits."""
-    names = how.placement.kernel_names
-    if names is None:
-        return values
-    split = ("embed", "latent")
-    return reshard(values, names, tuple(None if name in split else name for name in names))
+def _gather(how: _How, w: Quantized) -> Quantized:
+    """A kernel where it is multiplied: whole along the dims that fsdp splits."""
+    names = how.placement.names
+    return w if names is None else _moved(w, names.kernel, names.whole_kernel)
+
+
+def _moved(x: Quantized, source: Names, target: Names) -> Quantized:
+    """Values, and scales of tiles, in another layout."""
+    values, tile_scale = jax.tree.map(
+        lambda leaf: reshard(leaf, source, target), (x.values, x.tile_scale)
+    )
+    return x._replace(values=values, tile_scale=tile_scale)
+
+
+def _multiply(
+    how: _How,
+    a: Quantized,
+    b: Quantized,
+    dims: Any,
+    names: Any,
+    scales: Any,
+    dtype: Any,
+    precision: str,
+    *,
+    apart: bool = False,
+) -> jax.Array:
+    """The product of two operands, by the backend of the recipe.
+
+    `dims`: as in `jax.lax.dot_general`. `names`, `apart`: as in `in_island`. `scales`: in the dims
+    of the result, those that are not part of the other operand.
+    """
+    if how.recipe.backend == "te":
+        return te.product(a, b, dims, names, dtype, apart)
+    if how.recipe.backend == "scaled_matmul":
+        return block_scaled_dot(a, b, dims, names, dtype, apart)
+    return _scaled(_dot(a.values, b.values, dims, dtype, precision), dtype, *scales)
 
 
 def _dot(a: jax.Array, b: jax.Array, dims: Any, dtype: Any, precision: str) -> jax.Array:

@@ -22,15 +22,18 @@ _SMALLEST_MAXIMUM = 1e-30
 class Quantized(NamedTuple):
     """values * scale is what was rounded.
 
-    `scale`: float32, of size 1 in the dims that share it; None: the values are the rounded numbers
-    themselves, in a wider dtype.
+    `scale`: float32, of size 1 in the dims that share it; None: it is in `tile_scale`, or the
+    values are the rounded numbers themselves, in a wider dtype.
+    `tile_scale`: float8_e8m0fnu, one for each tile of neighbours along the last summed dim, where
+    products take such scales.
     """
 
     values: Any
     scale: Any
+    tile_scale: Any = None
 
     def dequantize(self) -> jax.Array:
-        """The rounded numbers, float32."""
+        """The rounded numbers, float32; scales of tiles are left to products."""
         values = self.values.astype(jnp.float32)
         return values if self.scale is None else values * self.scale
 
@@ -67,9 +70,10 @@ def quantize_groups(
 
 
 def name_for_remat(x: jax.Array, name: str) -> jax.Array:
-    """`checkpoint_name`, by its bits if x is e4m3fn: JAX puts what rematerialisation keeps through
-    reduce_precision, which knows no format without infinities and makes all above 240 NaN."""
-    if x.dtype != jnp.float8_e4m3fn:
+    """`checkpoint_name`, by its bits if x is e4m3fn or e8m0fnu: JAX puts what rematerialisation
+    keeps through reduce_precision, which knows no format without infinities and makes all of e4m3fn
+    above 240 NaN."""
+    if x.dtype not in (jnp.float8_e4m3fn, jnp.float8_e8m0fnu):
         return checkpoint_name(x, name)
     bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint8), name)
     return jax.lax.bitcast_convert_type(bits, x.dtype)
@@ -130,7 +134,7 @@ def quantize_activation(
         return quantize(x, spec.format, range(x.ndim), over)
     if spec.sharing == "row":
         return quantize(x, spec.format, summed, over)
-    return Quantized(_round_tiles(recipe, spec, x, summed), None)
+    return _quantize_tiles(recipe, spec, x, summed)
 
 
 def quantize_weight(
@@ -146,8 +150,21 @@ def quantize_weight(
     if spec.sharing == "row":
         return quantize(w, spec.format, summed)
     if spec.sharing == "tile":
-        return Quantized(_round_tiles(recipe, spec, w, summed), None)
+        return _quantize_tiles(recipe, spec, w, summed)
     return Quantized(_round_blocks(spec, w, summed), None)
+
+
+def _quantize_tiles(recipe: Recipe, spec: Spec, x: jax.Array, summed: Sequence[int]) -> Quantized:
+    """x in tiles of neighbours along the summed dims: real values and scales, of whole tiles along
+    the last of these dims, if products take them, else the rounded numbers."""
+    if not recipe.block_scaled:
+        return Quantized(_round_tiles(recipe, spec, x, summed), None)
+    axis = summed[-1] % x.ndim
+    tiles = _cut(x, axis, spec.size)
+    values, scale = quantize(tiles, spec.format, (axis + 1,))[:2]
+    whole = (*x.shape[:axis], tiles.shape[axis] * spec.size, *x.shape[axis + 1 :])
+    tile_scale = jnp.squeeze(scale, axis + 1).astype(jnp.float8_e8m0fnu)
+    return Quantized(values.reshape(whole), None, tile_scale)
 
 
 def _round_tiles(recipe: Recipe, spec: Spec, x: jax.Array, summed: Sequence[int]) -> jax.Array:

@@ -34,7 +34,7 @@ def ragged_product(
     x_MD: Operand, kernel_LDF: QuantizedKernel, sizes_L: jax.Array, placement: Placement
 ) -> jax.Array:
     """Rows times their kernels, [M, F], in the compute dtype; `sizes_L`: rows of each group."""
-    assert not kernel_LDF.recipe.emulated, "tiles along the rows would mix groups"
+    assert not kernel_LDF.recipe.tiled, "tiles along the rows would mix groups"
     how = _How(kernel_LDF.recipe, placement)
     return _product(how, x_MD, kernel_LDF, sizes_L)
 
@@ -68,10 +68,10 @@ def _backward(how, saved, g_MF):
         # Scales that vary along a sum are multiplied into g before it is rounded.
         g_MF = g_MF.astype(jnp.float32)
         g = quantize_activation(recipe, recipe.g, g_MF * w_scale, (1,))
-        g_in, in_scale = g
+        g_in, in_scale = g.values, g.scale
         folded, groups = g_MF * no_dims_of_one(x.scale), _groups(x.values, sizes_L)
         over = how.placement.token_axes
-        g_w, scale_LF = quantize_groups(folded, recipe.g.format, groups, len(sizes_L), over)
+        g_w, scale_LF, _ = quantize_groups(folded, recipe.g.format, groups, len(sizes_L), over)
         scale_LDF = scale_LF[:, None]
     dx_MD = (ragged(g_in, w.values, sizes_L, ((1,), (2,))) * in_scale).astype(dtype)
     dw_LDF = (ragged(x.values, g_w, sizes_L, ((0,), (0,))) * scale_LDF).astype(dtype)

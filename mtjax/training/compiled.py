@@ -32,11 +32,6 @@ def _describe_memory(compiled: Any) -> str:
     memory = compiled.memory_analysis()
     if memory is None:
         return "memory n/a"
-    gib = [
-        f"{name} {size / 2**30:.2f} GiB"
-        for name, size in (
-            ("arguments", memory.argument_size_in_bytes),
-            ("temporaries", memory.temp_size_in_bytes),
-        )
-    ]
-    return "per device: " + ", ".join(gib)
+    sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    arguments, temporaries = (f"{size / 2**30:.2f} GiB" for size in sizes)
+    return f"per device: arguments {arguments}, temporaries {temporaries}"

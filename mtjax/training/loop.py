@@ -24,8 +24,9 @@ from mtjax.operation.metrics import MetricWriter, check_writers
 from mtjax.operation.plot import plot_loss
 from mtjax.operation.progress import Progress, format_count
 from mtjax.planning.flops import CONVENTION, count_params, flops_per_token
+from mtjax.precision.te import check_installed
 from mtjax.recipes import Provenance, describe, from_caller
-from mtjax.sharding import make_mesh
+from mtjax.sharding import compute_capability, make_mesh
 from mtjax.training.calibrate import calibrated
 from mtjax.training.compiled import CompiledStep, compile_step
 from mtjax.training.delayed import (
@@ -59,7 +60,8 @@ def prepare_mesh(config: Config) -> tuple[Config, Mesh]:
     resolved = config.mesh.resolve(jax.device_count())
     config = validate(dataclasses.replace(config, mesh=resolved))
     mesh = make_mesh(config.mesh)
-    return resolve_backends(config, mesh.devices.flat[0].platform), mesh
+    device = mesh.devices.flat[0]
+    return resolve_backends(config, device.platform, compute_capability(device)), mesh
 
 
 def train(config: Config, provenance: Sequence[Provenance] | None = None) -> int:
@@ -70,6 +72,7 @@ def train(config: Config, provenance: Sequence[Provenance] | None = None) -> int
     check_folder(config.run.directory, "run.directory")
     check_writers(config.run.metrics)
     check_sample(config)
+    check_installed(config)
     initialize(config.run.distributed)
     with ending_together(), FolderLock(config.run.directory, active=is_main_process()):
         Trainer(config, provenance).run()

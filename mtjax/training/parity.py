@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from mtjax.config import Config, on_layout, resolve_backends, validate
 from mtjax.config.layout import checked_layout
 from mtjax.config.mesh import Layout, MeshConfig
-from mtjax.sharding import make_mesh
+from mtjax.precision.te import check_installed
+from mtjax.sharding import compute_capability, make_mesh
 from mtjax.training.compiled import compile_step
 from mtjax.training.feed import Feed
 from mtjax.training.state import create_state, make_setup
@@ -44,7 +45,8 @@ def run_layout(config: Config, num_devices: int, steps: int) -> LayoutRun:
         ValueError: the config doesn't fit the mesh, or there are too few devices.
     """
     mesh = _mesh(config, num_devices)
-    config = resolve_backends(validate(config), mesh.devices.flat[0].platform)
+    device = mesh.devices.flat[0]
+    config = resolve_backends(validate(config), device.platform, compute_capability(device))
     setup = make_setup(config, mesh)
     state = create_state(config, mesh, setup)
     params = jax.device_get(state.params)
@@ -127,6 +129,7 @@ def _relative(expected: list[float], got: list[float]) -> float:
 
 def parity(config: Config, layouts: Sequence[Layout], steps: int, tolerance: float | None) -> int:
     """Print a table of differences to one device; returns 1 if one is above the tolerance."""
+    check_installed(config)
     limit = TOLERANCES[config.compute_dtype] if tolerance is None else tolerance
     base = on_layout(config, Layout("one device", MeshConfig(), None, None, None))
     others = [checked_layout(config, layout) for layout in layouts]

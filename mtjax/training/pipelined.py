@@ -56,7 +56,7 @@ from mtjax.sharding import axis_size, is_boxed, storage_shardings, sum_over_manu
 from mtjax.training import routers
 from mtjax.training.losses import LossSums, linear_cross_entropy, loss_config
 from mtjax.training.mtp import MtpSums, with_mtp_loss
-from mtjax.training.quantized import unsplit, without_records
+from mtjax.training.quantized import fitted, without_records
 from mtjax.training.state import Setup
 
 _pin = jax.lax.with_sharding_constraint
@@ -251,7 +251,7 @@ def _to_stages(layout: StageLayout, blocks: Any, at_rest: Any) -> Any:
         """Of an array, or of all that makes up a quantised kernel."""
 
         def one(leaf: jax.Array) -> jax.Array:
-            rest, stage = (unsplit(leaf, _stacked(sharding, moved)) for moved in (False, True))
+            rest, stage = (fitted(leaf, _stacked(sharding, moved)) for moved in (False, True))
             return _pin(_pin(leaf, rest), stage)
 
         return kernel.map_kernel(one) if isinstance(kernel, QuantizedKernel) else one(kernel)

@@ -6,6 +6,7 @@ each holds consecutive layers that are treated alike.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -77,8 +78,12 @@ def quantize_modules(config: Config, *trees: Any, recorded: bool) -> Any:
 def _recipe(config: Config, recorded: bool) -> tuple[Recipe, bool]:
     """The recipe, and whether its products keep records where there is to be room for them."""
     counted = config.quantize.statistics or config.quantize.fallback_ratio > 0
+    backend = config.quantize.backend
+    assert backend != "auto", "mtjax.config.resolve_backends replaces it"
     recomputed = config.train.remat != "none"
-    recipe = dataclasses.replace(RECIPES[config.precision], counted=counted, recomputed=recomputed)
+    recipe = dataclasses.replace(
+        RECIPES[config.precision], counted=counted, recomputed=recomputed, backend=backend
+    )
     return recipe, recorded and (recipe.delayed or counted)
 
 
@@ -100,6 +105,16 @@ def quantized_share(config: Config, part: str, box: Boxed) -> float:
         return float(_last_is_rounded(config))
     layers = config.model.num_layers
     return 1 - len(config.quantize.kept_layers(layers)) / layers
+
+
+def bytes_per_value(config: Config, dtype: Any) -> int:
+    """Of a quantised kernel as layers use it, without its scales; `dtype`: the compute dtype."""
+    if not config.quantized:
+        return jnp.dtype(dtype).itemsize
+    recipe, _ = _recipe(config, False)
+    roundings = 2 if recipe.w.sharing == "tile" else 1
+    real = recipe.block_scaled or not recipe.tiled
+    return roundings * (1 if real else jnp.dtype(dtype).itemsize)
 
 
 def join_segments(blocks: Any) -> Any:
@@ -165,13 +180,14 @@ def _rounding(
         outs = range(ins.stop, master.ndim)
 
         def rounded(summed: range) -> Quantized:
-            values, scale = quantize_weight(recipe, master, nb, summed)
-            if scale is None:
+            values, *scales = quantize_weight(recipe, master, nb, summed)
+            if scales == [None, None]:
                 values = values.astype(dtype)
-            else:
-                scale = _pin(_pin(scale, unsplit(scale, stored)), unsplit(scale, used))
             # Pinned on both sides, so that what moves are the rounded values.
-            return Quantized(_pin(_pin(values, stored), used), scale)
+            return jax.tree.map(
+                lambda leaf: _pin(_pin(leaf, fitted(leaf, stored)), fitted(leaf, used)),
+                Quantized(values, *scales),
+            )
 
         forward = rounded(ins)
         backward = rounded(outs) if recipe.w.sharing == "tile" else None
@@ -187,8 +203,13 @@ def _rounding(
     return one
 
 
-def unsplit(leaf: Any, sharding: NamedSharding) -> NamedSharding:
-    """The sharding of a kernel without the dims in which a leaf, such as its scale, has size 1."""
+def fitted(leaf: Any, sharding: NamedSharding) -> NamedSharding:
+    """The sharding of a kernel without the dims in which a leaf that goes with it, such as a scale
+    of size 1, does not divide."""
     entries = (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
-    kept = (e if size > 1 else None for e, size in zip(entries, leaf.shape, strict=True))
+    kept = []
+    for entry, size in zip(entries, leaf.shape, strict=True):
+        axes = (entry,) if isinstance(entry, str) else (entry or ())
+        parts = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        kept.append(entry if size % parts == 0 else None)
     return NamedSharding(sharding.mesh, P(*kept))

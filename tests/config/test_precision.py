@@ -5,14 +5,19 @@ import dataclasses
 import pytest
 
 from mtjax.config import (
+    AttentionConfig,
     Config,
     MeshConfig,
+    MlaConfig,
+    ModelConfig,
     MoeConfig,
     QuantizeConfig,
     TrainConfig,
     resolve_backends,
     validate,
 )
+from mtjax.planner.place import Place
+from mtjax.planning.targets import parse_target
 
 FP8 = Config(precision="fp8")
 
@@ -81,6 +86,10 @@ def changed(config=FP8, **fields):
             "got 'dropless', expected capacity or allgather with precision mxfp8",
         ),
         (
+            lambda: changed(quantize=QuantizeConfig(backend="scaled_matmul")),
+            "quantize.backend: got 'scaled_matmul', expected xla or auto with precision fp8;",
+        ),
+        (
             lambda: changed(
                 Config(), train=TrainConfig(remat="selective", remat_save=("quantized",))
             ),
@@ -99,6 +108,82 @@ def test_a_format_that_a_gpu_would_compute_in_another_is_refused_there(precision
     resolve_backends(config, "cpu")
     with pytest.raises(ValueError, match=f"precision: got '{precision}', expected another one on"):
         resolve_backends(config, "gpu")
+
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+TILED = changed(
+    precision="mxfp8",
+    model=ModelConfig(embed_dim=512, ffn_dim=1024, attention=AttentionConfig(num_heads=8)),
+    train=TrainConfig(seq_len=512, batch_size=16),
+)
+
+
+def test_mxfp8_is_a_product_of_blackwell():
+    for platform, expected in (
+        (("gpu", BLACKWELL), "scaled_matmul"),
+        (("gpu", (12, 0)), "scaled_matmul"),
+        (("cpu",), "xla"),
+    ):
+        found = resolve_backends(validate(TILED), *platform)
+        assert found.quantize.backend == expected
+    for name, precision in (("h200", "mxfp8"), ("b200", "nvfp4"), ("b200", "fp8_block")):
+        with pytest.raises(ValueError, match=f"precision: got '{precision}', expected another"):
+            place = Place(parse_target(f"{name}:1x8"), 8, virtual=False)
+            place.resolve(changed(TILED, precision=precision, mesh=MeshConfig(fsdp=8)))
+    with pytest.raises(ValueError, match=r"compute capability 10.0 or more \(Blackwell\)"):
+        resolve_backends(TILED, "gpu", HOPPER)
+    emulated = changed(TILED, quantize=QuantizeConfig(backend="xla"))
+    with pytest.raises(ValueError, match=r"it takes quantize\.backend scaled_matmul, or auto"):
+        resolve_backends(emulated, "gpu", BLACKWELL)
+    resolve_backends(changed(emulated, precision="fp8"), "gpu", BLACKWELL)
+
+
+def with_model(attention=(), mla=(), moe=(), **settings):
+    attention = dataclasses.replace(
+        TILED.model.attention, mla=MlaConfig(**dict(mla)), **dict(attention)
+    )
+    return dataclasses.replace(
+        TILED.model, attention=attention, moe=MoeConfig(**dict(moe)), **settings
+    )
+
+
+LATENT = {"kv_rank": 64, "nope_dim": 32, "rope_dim": 32, "value_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": TrainConfig(seq_len=48, batch_size=16)},
+         r"train.seq_len: got 48, expected a multiple of 32 x mesh.context x mesh.tensor \(32\)"),
+        ({"mesh": MeshConfig(context=4, tensor=8, fsdp=2)}, r"seq_len: got 512, .*tensor \(1024\)"),
+        ({"mesh": MeshConfig(fsdp=32), "train": TrainConfig(seq_len=512, batch_size=32)},
+         r"embed_dim: got 512, .* 32 x mesh.fsdp x mesh.expert x mesh.context \(1024\)"),
+        ({"model": with_model({"head_dim": 48})}, r"head_dim: got 48, expected .* 32 \(32\)"),
+        ({"model": with_model(ffn_dim=992), "mesh": MeshConfig(tensor=2)},
+         r"model.ffn_dim: got 992, .* 32 x mesh.tensor \(64\)"),
+        ({"model": with_model(mla=LATENT | {"rope_dim": 16})}, "rope_dim: got 16"),
+        ({"model": with_model(mla=LATENT | {"q_rank": 48})}, "q_rank: got 48"),
+        ({"model": with_model(moe={"num_experts": 4, "ffn_dim": 72, "first_dense": 1})},
+         "model.moe.ffn_dim: got 72"),
+        ({"model": with_model(moe={"num_experts": 4, "shared_ffn_dim": 72})},
+         "model.moe.shared_ffn_dim: got 72"),
+        ({"model": with_model(moe={"num_experts": 4, "dispatcher": "allgather",
+                                   "allow_expanded_products": True})},
+         "model.moe.dispatcher: got 'allgather', expected capacity with precision mxfp8 on GPU"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_into_tiles_on_the_devices_is_named(changes, message):
+    config = validate(changed(TILED, **changes))
+    resolve_backends(config, "cpu")
+    with pytest.raises(ValueError, match=message):
+        resolve_backends(config, "gpu", BLACKWELL)
+
+
+def test_dims_that_no_quantised_product_sums_over_may_have_any_size():
+    attention_only = QuantizeConfig(roles=("qkv", "attention_out"))
+    model = with_model(ffn_dim=1000)
+    config = validate(changed(TILED, model=model, quantize=attention_only))
+    assert resolve_backends(config, "gpu", BLACKWELL).quantize.backend == "scaled_matmul"
 
 
 def test_compute_dtypes():

@@ -75,22 +75,23 @@ def changed(attention=(), train=(), packed=False, **model) -> Config:
 def make_batch(config: Config) -> StepInput:
     """Random tokens; a third of the rows without any weight, the others unevenly weighted."""
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, config.model.vocab_size, (ROWS, SEQ + 1)).astype(np.int32)
-    weights = (rng.random((ROWS, SEQ)) < 0.7) * rng.random((ROWS, 1))
-    weights[:11] = 0
-    segments = np.sort(rng.integers(1, 4, (ROWS, SEQ)), axis=1).astype(np.int32)
+    rows, seq = config.train.batch_size, config.train.seq_len
+    ids = rng.integers(0, config.model.vocab_size, (rows, seq + 1)).astype(np.int32)
+    weights = (rng.random((rows, seq)) < 0.7) * rng.random((rows, 1))
+    weights[: rows * 11 // 32] = 0
+    segments = np.sort(rng.integers(1, 4, (rows, seq)), axis=1).astype(np.int32)
     micro = config.train.microbatches
 
     def cut(x):
-        return x.reshape(micro, ROWS // micro, *x.shape[1:])
+        return x.reshape(micro, rows // micro, *x.shape[1:])
 
     return StepInput(
         tokens=cut(ids[:, :-1]),
         labels=cut(ids[:, 1:]),
         weights=cut(weights.astype(np.float32)),
-        positions=cut(np.tile(np.arange(SEQ, dtype=np.int32), (ROWS, 1))),
+        positions=cut(np.tile(np.arange(seq, dtype=np.int32), (rows, 1))),
         segments=cut(segments) if config.data.separate_documents else None,
-        rows=cut(np.arange(ROWS, dtype=np.int32)),
+        rows=cut(np.arange(rows, dtype=np.int32)),
         active=None,
     )
 
@@ -114,7 +115,8 @@ def _first_state(config: Config):
 
 def first_state(config: Config):
     """The state before step 0, drawn on one device, on the host."""
-    return _first_state(dataclasses.replace(config, train=BASE.train, pipeline=BASE.pipeline))
+    train = dataclasses.replace(BASE.train, seq_len=config.train.seq_len)
+    return _first_state(dataclasses.replace(config, train=train, pipeline=BASE.pipeline))
 
 
 def put(tree, abstract):

@@ -137,6 +137,74 @@ def test_loss_and_gradients_are_those_of_one_device(precision, features, layout)
     assert_gradients_are_those_of_one_device(config, layout, tolerance)
 
 
+# Few and small, so that tiles are whole on the devices and few values come close to a tie.
+TILES = {
+    "attention": {"num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "dropout": 0.0},
+    "dropout": 0.0,
+    "num_layers": 1,
+    "embed_dim": 64,
+    "ffn_dim": 64,
+    "init_std": 0.11,
+    "train": {"seq_len": 64, "batch_size": 8},
+}
+TILED = {
+    "dense": TILES,
+    "two layers": TILES | {"num_layers": 2},
+    "wide": TILES | {"embed_dim": 256, "train": {"seq_len": 32, "batch_size": 8}},
+    "long": TILES
+    | {
+        "attention": {"num_heads": 8, "num_kv_heads": 8, "head_dim": 32, "dropout": 0.0},
+        "ffn_dim": 256,
+        "train": {"seq_len": 256, "batch_size": 1},
+    },
+    "experts": TILES
+    | {
+        "moe": dataclasses.replace(EXPERTS, shared_ffn_dim=64),
+        "quantize": dataclasses.replace(FLOAT32, roles=("ffn_in", "ffn_out")),
+        "train": {"seq_len": 64, "batch_size": 4},
+    },
+    "latent, two tokens": TILES
+    | {
+        "attention": {
+            "num_heads": 4,
+            "num_kv_heads": None,
+            "head_dim": None,
+            "dropout": 0.0,
+            "mla": MlaConfig(kv_rank=64, q_rank=64, nope_dim=32, rope_dim=32, value_dim=32),
+        },
+        "mtp": MtpConfig(depth=1),
+        "train": {"seq_len": 64, "batch_size": 2},
+    },
+}
+TILED_NIGHTLY = [
+    ("wide", "fsdp=8"),
+    ("long", "tensor=8"),
+    ("dense", "data=2,tensor=2"),
+    ("two layers", "pipeline=2,tensor=2,microbatches=4"),
+    ("two layers", "data=2,pipeline=2,fsdp=2,chunks=1,microbatches=2"),
+    ("experts", "expert=2,tensor=2"),
+    ("experts", "data=2,expert=2"),
+    ("latent, two tokens", "fsdp=2,tensor=2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("features", "layout"),
+    [
+        pytest.param("dense", "data=2,fsdp=2,tensor=2,microbatches=2", marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in TILED_NIGHTLY),
+    ],
+)
+def test_tiles_with_scales_on_a_layout_are_the_rounded_numbers_on_one_device(features, layout):
+    emulated = model("mxfp8", **TILED[features])
+    scaled = dataclasses.replace(emulated.quantize, backend="scaled_matmul")
+    config = dataclasses.replace(emulated, quantize=scaled)
+    sums, gradients = first_gradients(config, layout)
+    one_device = first_gradients(emulated, "data=1")
+    np.testing.assert_allclose(sums.cross_entropy, one_device[0].cross_entropy, rtol=TOLERANCE)
+    assert_close(by_name(gradients), by_name(one_device[1]), TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("features", "layout"),
     [pytest.param(*case, marks=pytest.mark.slow) for case in STEPS_CI]

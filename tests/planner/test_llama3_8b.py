@@ -46,6 +46,7 @@ def test_the_parts_of_memory_sum_to_the_compiled_total(planned):
     _, step, plan = planned
     assert sum(plan.memory.parts.values()) == pytest.approx(plan.memory.total_bytes, rel=0.01)
     assert plan.memory.total_bytes == step.program.memory.total_bytes
+    assert step.compute_bytes == pytest.approx(2 * PARAMS / 8, rel=0.001)
     # Masters and two moments in float32, over eight devices; norms are on each.
     state = plan.memory.parts["parameters"] + plan.memory.parts["optimizer state"]
     assert state == pytest.approx(12 * PARAMS / 8, rel=0.001)

@@ -4,6 +4,8 @@ import pytest
 
 from mtjax.planning.hlo import summarize
 from mtjax.planning.hlo_text import dtype_bits, parse_module
+from mtjax.planning.targets import parse_target
+from mtjax.planning.timing import estimate
 
 NESTED = """\
 HloModule jit_step, is_scheduled=true, num_partitions=8
@@ -142,6 +144,30 @@ def test_fp8_cublas_calls_are_products_and_attention_is_a_library_call(nested):
     assert (gemm.lhs.dtype, gemm.output.dtype, gemm.backend) == ("f8e4m3fn", "bf16", "cublas")
     assert gemm.flops == 2 * 16 * 32 * 8
     assert [call.target for call in nested.custom_calls] == ["__cudnn$fmhaSoftmax"]
+
+
+BLOCK_SCALED = """\
+HloModule scaled, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: f8e4m3fn[2,64,128], w: f8e4m3fn[2,256,128]) -> bf16[2,64,256] {
+  %x = f8e4m3fn[2,64,128]{2,1,0} parameter(0)
+  %w = f8e4m3fn[2,256,128]{2,1,0} parameter(1)
+  %xs = f8e8m0fnu[2,128,4]{2,1,0} constant({...})
+  %ws = f8e8m0fnu[2,256,4]{2,1,0} constant({...})
+  %mm = (bf16[2,64,256]{2,1,0}, u8[0]{0}) custom-call(%x, %w, %xs, %ws), \
+custom_call_target="__cudnn$blockScaledDot"
+  ROOT %y = bf16[2,64,256]{2,1,0} get-tuple-element(%mm), index=0
+}
+"""
+
+
+def test_block_scaled_calls_are_products_at_the_rate_of_their_operands():
+    (gemm,) = summarize(BLOCK_SCALED).all_gemms
+    assert (gemm.lhs.dtype, gemm.rhs.dtype, gemm.backend) == ("f8e4m3fn", "f8e4m3fn", "cudnn")
+    assert gemm.flops == 2 * 2 * 64 * 256 * 128
+    timing = estimate(BLOCK_SCALED, parse_target("b200"), {})
+    assert timing.flops == {"fp8": gemm.flops}
+    assert set(timing.kernels_s) == {"gemm"}
 
 
 def test_combined_buffers_are_one_collective(nested):

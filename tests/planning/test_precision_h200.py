@@ -44,7 +44,7 @@ LATENT_KERNELS = (
 )
 
 
-def compiled(precision, layout, model=(), **train):
+def compiled(precision, layout, model=(), target="h200:1x8", **train):
     layout = parse_layout(layout)
     moe = CAPACITY if layout.mesh.expert > 1 else MoeConfig()
     config = Config(
@@ -59,7 +59,7 @@ def compiled(precision, layout, model=(), **train):
         precision=precision,
     )
     config = validate(on_layout(config, layout))
-    return build_step(config, parse_target("h200:1x8")).program.summary
+    return build_step(config, parse_target(target)).program.summary
 
 
 def is_narrow(array):

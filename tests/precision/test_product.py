@@ -57,9 +57,9 @@ def expected(recipe, x, w, g, num_batch):
         w_in = w_out = block(w, recipe.w, nb)
     else:
         w_in = rounded(recipe, recipe.w, w, ins, nb)
-        w_out = rounded(recipe, recipe.w, w, outs, nb) if recipe.emulated else w_in
+        w_out = rounded(recipe, recipe.w, w, outs, nb) if recipe.tiled else w_in
     g_outs, tokens = (last, last + 1), tuple(range(nb, last))
-    if recipe.emulated:
+    if recipe.tiled:
         x_w = rounded(recipe, recipe.x, x, (last - 1,))
         g_in = rounded(recipe, recipe.g, g, g_outs)
         g_w = rounded(recipe, recipe.g, g, (last - 1,))
@@ -85,13 +85,21 @@ def expected(recipe, x, w, g, num_batch):
     return y, dx, dw
 
 
+SMALL = (40, 24, 3, 5)
+"""Tokens, embed, heads, head dim: no multiples of any tile."""
+MXFP8 = RECIPES["mxfp8"]
+CASES = {name: (recipe, SMALL) for name, recipe in RECIPES.items()}
+# Tokens may end within a tile.
+CASES["mxfp8, scaled"] = (dataclasses.replace(MXFP8, backend="scaled_matmul"), (40, 64, 3, 32))
+
+
 @pytest.mark.parametrize("num_batch", [0, 1], ids=["dense", "experts"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", CASES)
 def test_forward_and_both_gradients_are_exact_on_the_rounded_operands(name, num_batch):
-    recipe = RECIPES[name]
+    recipe, (tokens, embed, heads, head_dim) = CASES[name]
     experts = (2,) * num_batch
-    x, w = uneven(*experts, 2, 40, 24), uneven(*experts, 24, 3, 5)
-    g = uneven(*experts, 2, 40, 3, 5)
+    x, w = uneven(*experts, 2, tokens, embed), uneven(*experts, embed, heads, head_dim)
+    g = uneven(*experts, 2, tokens, heads, head_dim)
 
     def run(x, w, g):
         ins = tuple(range(num_batch, num_batch + 1))
