@@ -53,7 +53,8 @@ def make_mtjax() -> tuple[Callable[[], object], float]:
         ScheduleConfig,
         TrainConfig,
     )
-    from mtjax.training.loop import compile_step, prepare_mesh
+    from mtjax.training.compiled import compile_step
+    from mtjax.training.loop import prepare_mesh
     from mtjax.training.state import create_state, make_setup
     from mtjax.training.step import Limits, StepInput, abstract_batch
 

@@ -23,7 +23,8 @@ import numpy as np
 from mtjax.config import AttentionConfig, Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from mtjax.planning.flops import CONVENTION, count_params, flops_per_token
 from mtjax.planning.targets import peak_flops
-from mtjax.training.loop import compile_step, prepare_mesh
+from mtjax.training.compiled import compile_step
+from mtjax.training.loop import prepare_mesh
 from mtjax.training.state import create_state, make_setup
 from mtjax.training.step import Limits, abstract_batch
 
@@ -74,30 +75,18 @@ def make_run(config: Config):
     return run, compiled.memory
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--embed", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=20)
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--batch", type=int, default=8 * jax.device_count())
-    parser.add_argument("--rounds", type=int, default=10, help="steps per variant")
-    args = parser.parse_args()
-    device = jax.devices()[0]
-    on_gpu = device.platform == "gpu"
-    best = "cudnn" if on_gpu else "xla"
-    variants = [(best, p) for p in ("bf16", "fp8", "fp8_delayed", "fp8_rowwise")]
-    variants += [("xla", "bf16")] if on_gpu else []
-    runs = {
-        f"{backend} {precision}": make_run(make_config(args, backend, precision))
-        for backend, precision in variants
-    }
+def compare(variants: dict[str, Config], rounds: int) -> None:
+    """Time steps of each in turns; print times, and ratios to the first."""
+    runs = {name: make_run(config) for name, config in variants.items()}
     times: dict[str, list[float]] = {name: [run()] for name, (run, _) in runs.items()}
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         for name, (run, _) in runs.items():
             times[name].append(run())
-    model = make_config(args, *variants[0]).model
-    tokens = args.batch * args.seq
-    work = flops_per_token(model, args.seq) * tokens / jax.device_count()
+    first, *others = variants
+    model, train = variants[first].model, variants[first].train
+    tokens = train.batch_size * train.seq_len
+    work = flops_per_token(model, train.seq_len) * tokens / jax.device_count()
+    device = jax.devices()[0]
     peak = peak_flops(device.device_kind, "bfloat16")
     print(
         f"{count_params(model) / 1e9:.2f} B parameters, {jax.device_count()} x {device.device_kind}"
@@ -109,11 +98,25 @@ def main() -> int:
             f"{name:<18} step {step:.4f} s  {tokens / step:,.0f} tokens/s  MFU of bf16 {mfu}  "
             f"{runs[name][1]}"
         )
-    first, *others = times
     for name in others:
         pairs = zip(times[name][1:], times[first][1:], strict=True)
         print(f"{name} / {first}, step by step: {statistics.median(a / b for a, b in pairs):.3f}")
     print(f"FLOPs: {CONVENTION}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--embed", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=8 * jax.device_count())
+    parser.add_argument("--rounds", type=int, default=10, help="steps per variant")
+    args = parser.parse_args()
+    on_gpu = jax.default_backend() == "gpu"
+    best = "cudnn" if on_gpu else "xla"
+    variants = [(best, p) for p in ("bf16", "fp8", "fp8_delayed", "fp8_rowwise")]
+    variants += [("xla", "bf16")] if on_gpu else []
+    compare({" ".join(variant): make_config(args, *variant) for variant in variants}, args.rounds)
     return 0
 
 

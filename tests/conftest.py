@@ -14,6 +14,12 @@ for _flag in ("--xla_force_host_platform_device_count=8", OPTIMIZATION):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 
 
+def pytest_collection_modifyitems(items):
+    """Files with slow tests first, so that workers that take whole files end together."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def compilation_cache(tmp_path_factory):
     """Programs compiled once in this session, also for child processes, however often run."""

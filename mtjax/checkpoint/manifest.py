@@ -116,7 +116,7 @@ def compare(
         names = " ".join([*names_allowed, *(name for name, _ in fatal)])
         fix = "Use the checkpoint's values, start a new run with another --run.directory"
         if fits():
-            fix += f", or accept the change with --checkpoint.allow_changes {names}"
+            fix += f", or accept the change with --checkpoint.allow-changes {names}"
         else:
             fix = fix.replace(", start", " or start") + (
                 " (arrays of other names or shapes come of it, so it can't be allowed)"

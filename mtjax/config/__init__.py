@@ -25,6 +25,10 @@ from mtjax.config.training import (
     ScheduleConfig,
     TrainConfig,
 )
+from mtjax.config.transformer_engine import (
+    check_transformer_engine,
+    check_transformer_engine_on,
+)
 
 __all__ = [
     "AttentionConfig",
@@ -253,6 +257,9 @@ def _check_quantization(config: Config) -> None:
         "those of several experts",
         "use one of them, or precision fp8",
     )
+    if quantize.backend == "te":
+        parts = config.model, config.train, config.mesh, config.precision, quantize
+        check_transformer_engine(*parts)
 
 
 def _check_upcycling(config: Config) -> None:
@@ -401,6 +408,8 @@ def resolve_backends(
         exchange=attention.exchange if config.mesh.context != 1 else None,
     )
     config = resolve_products(config, on_gpu, compute_capability)
+    if config.quantize.backend == "te":
+        check_transformer_engine_on(platform, compute_capability)
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[config.compute_dtype]
     reason = unsupported("cudnn", call, config.model.head_dim, dtype)
     if attention.backend != "auto":

@@ -9,6 +9,7 @@ QuantizedPrecision = Literal[
     "fp8", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "int8"
 ]
 Precision = Literal[ComputeDtype, QuantizedPrecision]
+ProductBackend = Literal["xla", "scaled_matmul", "te"]
 Role = Literal["qkv", "attention_out", "ffn_in", "ffn_out"]
 
 QUANTIZED: tuple[str, ...] = get_args(QuantizedPrecision)
@@ -31,10 +32,11 @@ class QuantizeConfig:
     prediction are treated as the last layer."""
     bf16_layers: tuple[int, ...] = ()
     """Indices, from 0, of layers between them whose products stay in the compute dtype too."""
-    backend: Literal["auto", "xla", "scaled_matmul"] = "auto"
+    backend: Literal["auto", ProductBackend] = "auto"
     """xla: products of XLA, which take no scale along the sum: formats with tiles are emulated.
     scaled_matmul: mxfp8 by jax.nn.scaled_matmul, which is cuDNN's product on Blackwell, and on CPU
-    one of the rounded numbers. auto: scaled_matmul for mxfp8 on GPU, else xla."""
+    one of the rounded numbers. te: fp8 and fp8_delayed by TransformerEngine, which is installed
+    apart, see docs/precision.md. auto: scaled_matmul for mxfp8 on GPU, else xla."""
     compute: Literal["bf16", "fp32"] = "bf16"
     """Compute dtype of everything else, and of what products return. fp32 is for comparing layouts:
     it takes out of the comparison that bf16 rounds sums over devices."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from mtjax.config import Config
 from mtjax.planner.changes import try_changes
 from mtjax.planner.page import to_html
-from mtjax.planner.place import Place, parse_place
+from mtjax.planner.place import Place, check_plannable, parse_place
 from mtjax.planner.program import compile_step_for
 from mtjax.planner.report import make_plan
 from mtjax.planner.search import ranking_text, search_layouts
@@ -22,9 +22,11 @@ def plan(config: Config, target: str, time_limit_s: float, output: str) -> int:
     """Print and save the plan of one layout; returns 1 if it does not fit.
 
     Raises:
-        ValueError: the target is unknown, or the mesh does not use its devices.
+        ValueError: the target is unknown, the mesh does not use its devices, or the step can't be
+            compiled without them.
         CompileFailed: the step does not compile.
     """
+    check_plannable(config)
     place = parse_place(target)
     config = place.resolve(config)
     print(f"compiling the train step for {place} ...", file=sys.stderr, flush=True)
@@ -53,8 +55,9 @@ def search(
     Mesh axes that the command line names keep their size.
 
     Raises:
-        ValueError: the target is unknown.
+        ValueError: the target is unknown, or steps can't be compiled without it.
     """
+    check_plannable(config)
     place: Place = parse_place(target)
     fixed = {
         entry.field.removeprefix("mesh."): entry.value

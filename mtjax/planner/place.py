@@ -3,6 +3,7 @@
 import dataclasses
 
 from mtjax.config import Config, resolve_backends, validate
+from mtjax.config.check import require
 from mtjax.planner.report import RESERVED_BYTES
 from mtjax.planning.targets import Target, parse_target
 
@@ -47,6 +48,21 @@ class Place:
         else:
             resolve_backends(config, "gpu", self.target.gpu.compute_capability)
         return config
+
+
+def check_plannable(config: Config) -> None:
+    """Check that a step can be compiled without the GPUs it is for.
+
+    Raises:
+        ValueError: it can't.
+    """
+    require(
+        config.quantize.backend != "te",
+        "quantize.backend",
+        "te",
+        "xla for a plan, as TransformerEngine asks the GPU that it runs on how to multiply",
+        "plan with --quantize.backend xla, which gathers the same arrays",
+    )
 
 
 def parse_place(text: str) -> Place:

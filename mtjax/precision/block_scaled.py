@@ -6,36 +6,20 @@ from typing import Any
 
 import jax
 
+from mtjax.precision.island import in_island
 from mtjax.precision.quantize import Quantized
-from mtjax.sharding import Names, local_sum
 
 
 def block_scaled_dot(
-    a: Quantized, b: Quantized, dims: Any, names: Any, dtype: Any, *, apart: bool = False
+    a: Quantized, b: Quantized, dims: Any, names: Any, dtype: Any, apart: bool
 ) -> jax.Array:
-    """Product of operands with `tile_scale`, `dims` as in `jax.lax.dot_general`, batch dims first.
+    """Product of operands with `tile_scale`, `dims` as in `jax.lax.dot_general`, batch dims first;
+    one call of cuDNN on a GPU. `names`, `apart`: as in `in_island`."""
 
-    On a GPU it is one call of cuDNN, which XLA partitions in no region that is manual over some
-    axes only: hence an island over those that are left.
+    def multiply(a: Quantized, b: Quantized) -> jax.Array:
+        return _scaled_matmul(dims, dtype, a.values, a.tile_scale, b.values, b.tile_scale)
 
-    Args:
-        names: logical dims of a, of b and of the result; None: all of it is local.
-        apart: each device keeps its part of the sum, along a leading dim "act_ffn".
-    """
-    (summed, _), _ = dims
-
-    def multiply(*operands: jax.Array) -> jax.Array:
-        y = _scaled_matmul(dims, dtype, *operands)
-        return y[None] if apart else y
-
-    operands = a.values, a.tile_scale, b.values, b.tile_scale
-    if names is None:
-        return multiply(*operands)
-    of_a, of_b, of_result = names
-    ins: tuple[Names, ...] = of_a, of_a, of_b, of_b
-    if apart:
-        return local_sum(multiply, ins, ("act_ffn", *of_result), ())(*operands)
-    return local_sum(multiply, ins, of_result, summed)(*operands)
+    return in_island(multiply, a, b, dims[0][0], names, apart)
 
 
 def _scaled_matmul(

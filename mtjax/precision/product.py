@@ -16,6 +16,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from mtjax.precision import te
 from mtjax.precision.block_scaled import block_scaled_dot
 from mtjax.precision.quantize import (
     Quantized,
@@ -192,6 +193,11 @@ def product(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: _How, x: Operand, kernel: QuantizedKernel) -> jax.Array:
+    return _output(how, x, kernel, _gather(how, kernel.forward))
+
+
+def _output(how: _How, x: Operand, kernel: QuantizedKernel, gathered: Quantized) -> jax.Array:
+    """x W of a gathered kernel."""
     carrier, w = kernel.carrier, kernel.forward
     nb, tokens = how.num_batch, x.forward.values.ndim - how.num_in
     ins = tuple(range(nb, nb + how.num_in))
@@ -199,8 +205,9 @@ def _product(how: _How, x: Operand, kernel: QuantizedKernel) -> jax.Array:
     outs = carrier.ndim - nb - how.num_in
     here = how.placement.names
     names = here and (here.x, here.whole_kernel, here.y)
-    y = _dot(x.forward, _gather(how, w), dims, names, carrier.dtype, "default")
-    return _scaled(y, carrier.dtype, _fit(x.forward.scale, tokens, outs), _w_scale(how, w, tokens))
+    scales = _fit(x.forward.scale, tokens, outs), _w_scale(how, w, tokens)
+    dtype = carrier.dtype
+    return _multiply(how, x.forward, gathered, dims, names, scales, dtype, "default")
 
 
 class _Saved(NamedTuple):
@@ -208,6 +215,7 @@ class _Saved(NamedTuple):
 
     x: Quantized
     w: Quantized
+    """Gathered, if `_shares_gather`."""
     nothing: jax.Array
     g_scale: Any
     record: Any
@@ -216,14 +224,20 @@ class _Saved(NamedTuple):
 
 def _forward(how, x, kernel):
     parts = x.carrier.shape[0] if x.carrier.ndim > x.forward.values.ndim else 0
+    gathered = _gather(how, kernel.forward)
     saved = _Saved(
         x.backward or x.forward,
-        kernel.backward or kernel.forward,
+        kernel.backward or (gathered if _shares_gather(how) else kernel.forward),
         jnp.zeros((parts, 0), kernel.carrier.dtype),
         None if kernel.scales is None else kernel.scales[1],
         record_so_far(x, kernel),
     )
-    return _product(how, x, kernel), saved
+    return _output(how, x, kernel, gathered), saved
+
+
+def _shares_gather(how: _How) -> bool:
+    """Forward and backward pass multiply the same values, and nothing is kept in between."""
+    return how.recipe.recomputed and not how.recipe.tiled
 
 
 def _backward(how, saved, g):
@@ -237,15 +251,16 @@ def _backward(how, saved, g):
     g_in, g_w, g_record = _round_gradient(how, g, out_dims, token_dims, scales, saved.record)
 
     left = w_scale if how.recipe.one_gradient else None
-    dx = _input_gradient(how, g_in, _gather(how, w), tokens, parts, dtype)
-    dx = _scaled(dx, dtype, _fit(left, tokens, how.num_in), _fit(g_in.scale, tokens, how.num_in))
+    in_scales = tuple(_fit(scale, tokens, how.num_in) for scale in (left, g_in.scale))
+    gathered = w if _shares_gather(how) else _gather(how, w)
+    dx = _input_gradient(how, g_in, gathered, tokens, parts, in_scales, dtype)
 
     dims = ((token_dims, token_dims), (batch, batch))
     here = how.placement.names
     names = here and (here.x, here.g, here.kernel)
-    dw = _dot(x, g_w, dims, names, dtype, "highest")
     left = x_scale if how.recipe.one_gradient else None
-    dw = _scaled(dw, dtype, *(_onto_kernel(how, s, tokens) for s in (left, g_w.scale)))
+    w_scales = tuple(_onto_kernel(how, scale, tokens) for scale in (left, g_w.scale))
+    dw = _multiply(how, x, g_w, dims, names, w_scales, dtype, "highest")
     if here is not None:
         dw = shard(dw, *here.kernel)
     return Operand(dx, None, None), QuantizedKernel(dw, None, None, how.recipe, g_record)
@@ -255,7 +270,7 @@ _product.defvjp(_forward, _backward)
 
 
 def _input_gradient(
-    how: _How, g: Quantized, w: Quantized, tokens: int, parts: int, dtype: Any
+    how: _How, g: Quantized, w: Quantized, tokens: int, parts: int, scales: Any, dtype: Any
 ) -> jax.Array:
     """g W^T; with parts, [parts, ...] from as many pieces of the first output dim each."""
     first, batch = how.num_batch + how.num_in, tuple(range(how.num_batch))
@@ -266,10 +281,9 @@ def _input_gradient(
     )
     here = how.placement.names
     names = here and (here.g, here.whole_kernel, here.x)
-    if not parts:
-        return _dot(g, w, dims, names, dtype, "highest")
-    if g.tile_scale is not None:
-        return block_scaled_dot(g, w, dims, names, dtype, apart=True)
+    multiply = partial(_multiply, how, scales=scales, dtype=dtype, precision="highest")
+    if not parts or how.recipe.backend != "xla":
+        return multiply(g, w, dims, names, apart=parts > 0)
 
     def in_pieces(x: Quantized, dim: int) -> Quantized:
         return x._replace(
@@ -278,7 +292,7 @@ def _input_gradient(
 
     g, w = in_pieces(g, tokens), in_pieces(w, first)
     contracted = tuple(range(tokens + 1, g.values.ndim)), tuple(range(first + 1, w.values.ndim))
-    dx = _dot(g, w, (contracted, ((tokens,), (first,))), None, dtype, "highest")
+    dx = multiply(g, w, (contracted, ((tokens,), (first,))), None)
     return shard(dx, "act_ffn", "batch", "seq", None)
 
 
@@ -337,18 +351,35 @@ def _moved(x: Quantized, source: Names, target: Names) -> Quantized:
     return x._replace(values=values, tile_scale=tile_scale)
 
 
-def _dot(
-    a: Quantized, b: Quantized, dims: Any, names: Any, dtype: Any, precision: str
+def _multiply(
+    how: _How,
+    a: Quantized,
+    b: Quantized,
+    dims: Any,
+    names: Any,
+    scales: Any,
+    dtype: Any,
+    precision: str,
+    *,
+    apart: bool = False,
 ) -> jax.Array:
-    """The product alone, of values or of tiles with their scales; `names`: logical dims of a, b
-    and the result. On GPU "default" lets f8 sums run in fewer bits, which gradients bear less well
-    than outputs."""
-    if a.tile_scale is not None:
-        return block_scaled_dot(a, b, dims, names, dtype)
-    out = jnp.int32 if a.values.dtype == jnp.int8 else dtype
-    return jax.lax.dot_general(
-        a.values, b.values, dims, precision=precision, preferred_element_type=out
-    )
+    """The product of two operands, by the backend of the recipe.
+
+    `dims`: as in `jax.lax.dot_general`. `names`, `apart`: as in `in_island`. `scales`: in the dims
+    of the result, those that are not part of the other operand.
+    """
+    if how.recipe.backend == "te":
+        return te.product(a, b, dims, names, dtype, apart)
+    if how.recipe.backend == "scaled_matmul":
+        return block_scaled_dot(a, b, dims, names, dtype, apart)
+    return _scaled(_dot(a.values, b.values, dims, dtype, precision), dtype, *scales)
+
+
+def _dot(a: jax.Array, b: jax.Array, dims: Any, dtype: Any, precision: str) -> jax.Array:
+    """The product alone. On GPU "default" lets f8 sums run in fewer bits, which gradients bear
+    less well than outputs."""
+    out = jnp.int32 if a.dtype == jnp.int8 else dtype
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
 
 
 def _scaled(y: jax.Array, dtype: Any, *scales: Any) -> jax.Array:

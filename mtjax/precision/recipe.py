@@ -6,7 +6,7 @@ A product has three operands: activations x, weights w and, backward, the gradie
 from dataclasses import dataclass
 from typing import Literal
 
-from mtjax.config.precision import QuantizedPrecision
+from mtjax.config.precision import ProductBackend, QuantizedPrecision
 
 Sharing = Literal["tensor", "row", "tile", "block"]
 
@@ -58,15 +58,22 @@ class Recipe:
     wait for those of this one."""
     counted: bool = False
     """Training steps report underflow and saturation."""
-    block_scaled: bool = False
-    """Tiles of 8-bit values are multiplied with their scales, by `jax.nn.scaled_matmul`. Otherwise
-    tiles are emulated: the rounded numbers are multiplied in the compute dtype, which holds them
-    exactly."""
+    recomputed: bool = False
+    """A layer's backward pass begins with its forward pass, so that both can read the same gathered
+    kernels. Otherwise what one gathered would be kept for the other."""
+    backend: ProductBackend = "xla"
+    """What multiplies the operands."""
 
     @property
     def tiled(self) -> bool:
         """Scales vary along the sum: each product has its own rounding of its operands."""
         return self.x.sharing == "tile"
+
+    @property
+    def block_scaled(self) -> bool:
+        """Tiles of 8-bit values are multiplied with their scales. Otherwise tiles are emulated: the
+        rounded numbers are multiplied in the compute dtype, which holds them exactly."""
+        return self.backend == "scaled_matmul"
 
     @property
     def one_gradient(self) -> bool:

@@ -17,6 +17,7 @@ from mtjax.inference.generate import check_lengths, decoding_shardings, generate
 from mtjax.operation.distributed import ending_together, initialize, is_main_process
 from mtjax.operation.progress import printable
 from mtjax.parallel.stack import Params
+from mtjax.precision.te import check_installed
 from mtjax.sharding import compute_dtypes
 from mtjax.training.compare import check_comparable, compare_precision
 from mtjax.training.delayed import described, fallen_layers, keep_layers
@@ -33,6 +34,7 @@ def evaluate(config: Config, split: SplitName, compare: bool = False) -> int:
     """
     if compare:
         check_comparable(config)
+    check_installed(config)
     initialize(config.run.distributed)
     with ending_together():
         checkpointer, step = _open(config, "evaluate")

@@ -47,8 +47,11 @@ def start_delayed(config: Config, boxes: Any) -> Delayed:
     return Delayed(histories, jnp.zeros(config.model.num_layers, jnp.int32))
 
 
-def delayed_scales(config: Config, delayed: Delayed) -> Any:
-    """Scales [layers, 2] of x and g, in the structure of the histories; 1 where there is none."""
+def delayed_scales(config: Config, boxes: Any, delayed: Delayed | None) -> Any:
+    """Scales [layers, 2] of x and g, in the structure of the boxes; 1 where the history is empty,
+    None where there is none."""
+    if delayed is None:
+        return jax.tree.map(lambda _: None, boxes, is_leaf=is_boxed)
     recipe = RECIPES[config.precision]
 
     def one(history: jax.Array) -> jax.Array:

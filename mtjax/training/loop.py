@@ -24,9 +24,11 @@ from mtjax.operation.metrics import MetricWriter, check_writers
 from mtjax.operation.plot import plot_loss
 from mtjax.operation.progress import Progress, format_count
 from mtjax.planning.flops import CONVENTION, count_params, flops_per_token
+from mtjax.precision.te import check_installed
 from mtjax.recipes import Provenance, describe, from_caller
 from mtjax.sharding import make_mesh, platform_of
 from mtjax.training.calibrate import calibrated
+from mtjax.training.compiled import CompiledStep, compile_step
 from mtjax.training.delayed import (
     described,
     fallen_layers,
@@ -40,44 +42,13 @@ from mtjax.training.feed import Feed, samples_until
 from mtjax.training.meter import Meter
 from mtjax.training.resize import open_source, resized
 from mtjax.training.sample import check_sample, draw_sample
-from mtjax.training.state import Setup, TrainState, create_state, make_setup
-from mtjax.training.step import Limits, Metrics, jit_train_step
+from mtjax.training.state import TrainState, create_state, make_setup
+from mtjax.training.step import Limits, Metrics
 from mtjax.training.upcycle import check_source, upcycled
 
 log = logging.getLogger(__name__)
 
 MORE_DATA = "raise data.epochs or set it to None"
-
-
-class CompiledStep(NamedTuple):
-    """The train step as an executable, and what compiling told about it."""
-
-    run: Any
-    compile_s: float
-    memory: str
-
-
-def compile_step(config: Config, mesh: Mesh, setup: Setup) -> CompiledStep:
-    """Compile the train step for the mesh; the state is donated, nothing is run."""
-    started = time.perf_counter()
-    with jax.set_mesh(mesh):
-        step = jit_train_step(config, mesh, setup)
-        compiled = step.fn.lower(*step.args).compile()
-    return CompiledStep(compiled, time.perf_counter() - started, _describe_memory(compiled))
-
-
-def _describe_memory(compiled: Any) -> str:
-    memory = compiled.memory_analysis()
-    if memory is None:
-        return "memory n/a"
-    gib = [
-        f"{name} {size / 2**30:.2f} GiB"
-        for name, size in (
-            ("arguments", memory.argument_size_in_bytes),
-            ("temporaries", memory.temp_size_in_bytes),
-        )
-    ]
-    return "per device: " + ", ".join(gib)
 
 
 def prepare_mesh(config: Config) -> tuple[Config, Mesh]:
@@ -100,6 +71,7 @@ def train(config: Config, provenance: Sequence[Provenance] | None = None) -> int
     check_folder(config.run.directory, "run.directory")
     check_writers(config.run.metrics)
     check_sample(config)
+    check_installed(config)
     initialize(config.run.distributed)
     with ending_together(), FolderLock(config.run.directory, active=is_main_process()):
         Trainer(config, provenance).run()

@@ -11,9 +11,10 @@ from jax.sharding import Mesh
 from mtjax.config import Config, on_layout, resolve_backends, validate
 from mtjax.config.layout import checked_layout
 from mtjax.config.mesh import Layout, MeshConfig
+from mtjax.precision.te import check_installed
 from mtjax.sharding import make_mesh, platform_of
+from mtjax.training.compiled import compile_step
 from mtjax.training.feed import Feed
-from mtjax.training.loop import compile_step
 from mtjax.training.state import create_state, make_setup
 from mtjax.training.step import Limits, dropout_key, loss_and_gradients
 
@@ -127,6 +128,7 @@ def _relative(expected: list[float], got: list[float]) -> float:
 
 def parity(config: Config, layouts: Sequence[Layout], steps: int, tolerance: float | None) -> int:
     """Print a table of differences to one device; returns 1 if one is above the tolerance."""
+    check_installed(config)
     limit = TOLERANCES[config.compute_dtype] if tolerance is None else tolerance
     base = on_layout(config, Layout("one device", MeshConfig(), None, None, None))
     others = [checked_layout(config, layout) for layout in layouts]

@@ -25,7 +25,7 @@ def precision_metrics(
     """
     recipe = RECIPES[config.precision]
     formats = [spec.format for spec in (recipe.x, recipe.w, recipe.g)]
-    scales = None if delayed is None else delayed_scales(config, delayed)
+    scales = delayed_scales(config, boxes, delayed)
     by_role: dict[str, list[tuple[Statistics, jax.Array]]] = {}
 
     def one(box: Any, record: Any, known: Any) -> None:
@@ -37,8 +37,6 @@ def precision_metrics(
             scale = scale.at[:, ::2].set(known)
         by_role.setdefault(box.product.role, []).append((found, scale))
 
-    if scales is None:
-        scales = jax.tree.map(lambda _: None, boxes, is_leaf=is_boxed)
     for part in QUANTIZED_PARTS:
         if part in boxes:
             jax.tree.map(one, boxes[part], records[part], scales[part], is_leaf=is_boxed)

@@ -78,9 +78,11 @@ def quantize_modules(config: Config, *trees: Any, recorded: bool) -> Any:
 def _recipe(config: Config, recorded: bool) -> tuple[Recipe, bool]:
     """The recipe, and whether its products keep records where there is to be room for them."""
     counted = config.quantize.statistics or config.quantize.fallback_ratio > 0
-    block_scaled = config.quantize.backend == "scaled_matmul"
+    backend = config.quantize.backend
+    assert backend != "auto", "mtjax.config.resolve_backends replaces it"
+    recomputed = config.train.remat != "none"
     recipe = dataclasses.replace(
-        RECIPES[config.precision], counted=counted, block_scaled=block_scaled
+        RECIPES[config.precision], counted=counted, recomputed=recomputed, backend=backend
     )
     return recipe, recorded and (recipe.delayed or counted)
 

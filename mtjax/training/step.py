@@ -23,7 +23,6 @@ from mtjax.precision.product import carriers, with_carriers
 from mtjax.sharding import (
     axis_size,
     compute_dtypes,
-    is_boxed,
     shard,
     spec,
     storage_shardings,
@@ -180,9 +179,7 @@ def gather_params(
         used,
     )
     if config.quantized:
-        scales = jax.tree.map(lambda _: None, setup.boxes, is_leaf=is_boxed)
-        if delayed is not None:
-            scales = delayed_scales(config, delayed)
+        scales = delayed_scales(config, setup.boxes, delayed)
         trees = (setup.boxes, params, computed, stored, used, scales)
         for part, quantize in (("blocks", quantize_blocks), ("mtp", quantize_modules)):
             if part in params:

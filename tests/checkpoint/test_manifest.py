@@ -37,7 +37,7 @@ def test_every_change_that_matters_is_listed_in_one_error():
     with pytest.raises(CheckpointMismatch) as error:
         compare(changed(), changed(model={"embed_dim": 32}, train={"seed": 1}), where="it")
     assert "model.embed_dim: 64 -> 32\n  train.seed: 0 -> 1" in str(error.value)
-    assert "--checkpoint.allow_changes model.embed_dim train.seed" in str(error.value)
+    assert "--checkpoint.allow-changes model.embed_dim train.seed" in str(error.value)
 
 
 def test_harmless_changes_are_returned_for_the_log():
@@ -111,7 +111,7 @@ def test_what_was_allowed_already_is_part_of_the_offer():
     current = changed(model={"embed_dim": 32}, optimizer={"learning_rate": 0.2})
     with pytest.raises(CheckpointMismatch) as error:
         compare(changed(), current, where="it", allow=["optimizer"])
-    assert "--checkpoint.allow_changes optimizer model.embed_dim" in str(error.value)
+    assert "--checkpoint.allow-changes optimizer model.embed_dim" in str(error.value)
 
 
 def test_an_allowed_change_is_named_where_the_arrays_do_not_fit():

@@ -89,7 +89,7 @@ def test_a_change_of_the_model_that_keeps_its_arrays_is_offered_to_be_allowed(tm
     run(tiny(tmp_path, train__steps=1))
     code, _, err = launch("evaluate", model__dropout=0.0)
     assert code == 2
-    assert "--checkpoint.allow_changes model.dropout" in err
+    assert "--checkpoint.allow-changes model.dropout" in err
     assert (
         launch("evaluate", "--checkpoint.allow-changes", "model.dropout", model__dropout=0)[0] == 0
     )

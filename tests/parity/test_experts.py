@@ -94,8 +94,6 @@ QUICK = [
     ("dropless", f"{PARTS},microbatches=4"),
     ("drops by position, packed, shared, per sequence", f"{PARTS},microbatches=4"),
     ("GPT-OSS", PARTS),
-    ("sinkhorn", f"{PARTS},microbatches=4"),
-    ("expert choice", f"{PARTS},microbatches=4"),
 ]
 LAYOUTS = [
     "expert=2",
@@ -121,6 +119,10 @@ CASES = [
         for layout in LAYOUTS
         if (feature, layout) not in QUICK + SLOW
         and (feature not in FEW or layout in LAYOUTS[4:10:2])
+    ),
+    *(
+        pytest.param(feature, f"{PARTS},microbatches=4", marks=pytest.mark.nightly)
+        for feature in ("sinkhorn", "expert choice")
     ),
 ]
 
@@ -185,7 +187,7 @@ def test_initial_states_are_bit_equal(layout):
     "layout",
     [
         pytest.param("data=2,expert=2,tensor=2,microbatches=1", marks=pytest.mark.nightly),
-        "data=2,expert=2,tensor=2,microbatches=4",
+        pytest.param("data=2,expert=2,tensor=2,microbatches=4", marks=pytest.mark.slow),
         pytest.param("data=2,pipeline=2,expert=2,microbatches=4", marks=pytest.mark.nightly),
     ],
 )

@@ -1,5 +1,5 @@
-"""Each kind of product of tiles and scales on split operands: result and both gradients are those
-of one device, where the rounded numbers are multiplied.
+"""Each kind of product in an island on split operands: result and both gradients are those of XLA's
+product of the rounded numbers on one device.
 
 Operands are given, so that layouts round the same values, and differ in the order of sums alone.
 """
@@ -19,6 +19,7 @@ from mtjax.precision.quantize import quantize_weight
 from mtjax.precision.recipe import RECIPES
 from mtjax.sharding import make_mesh, shard
 from tests.parity.layouts import COMPILER_OPTIONS
+from tests.precision import stand_in
 
 # Whole tiles on eight devices along any axis.
 ROWS, SEQ, EMBED, HEADS, HEAD_DIM, FFN = 8, 256, 256, 8, 32, 256
@@ -96,6 +97,11 @@ def results(name, recipe):
     return jax.device_get(jax.jit(run).lower(x, w, g).compile(COMPILER_OPTIONS)(x, w, g))
 
 
+BACKENDS = {"scaled_matmul": "mxfp8", "te": "fp8"}
+"""And a precision that each multiplies."""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -107,14 +113,17 @@ def results(name, recipe):
         ),
     ],
 )  # fmt: skip
-def test_products_on_islands_are_those_of_one_device(layout):
-    emulated = RECIPES["mxfp8"]
-    recipe = dataclasses.replace(emulated, block_scaled=True)
+def test_products_on_islands_are_those_of_one_device(layout, backend, monkeypatch):
+    if backend == "te":
+        stand_in.install(monkeypatch)
+    plain = RECIPES[BACKENDS[backend]]
+    recipe = dataclasses.replace(plain, backend=backend)
     mesh = make_mesh(parse_layout(layout).mesh, jax.devices())
     for name in PRODUCTS:
-        expected = results(name, emulated)
+        expected = results(name, plain)
         with jax.set_mesh(mesh):
             got = results(name, recipe)
         for what, ours, theirs in zip(("y", "dx", "dw"), got, expected, strict=True):
             error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
             assert error < 1e-6, f"{name}, {what}: {error:.2e}"
+    assert stand_in.calls or backend != "te"

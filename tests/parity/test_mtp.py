@@ -58,12 +58,12 @@ FEATURES = {
 }
 TIED, DEEPSEEK = "4 layers, packed, dropout, tied", "DeepSeek"
 CASES = [
-    ("experts, packed", "data=2,expert=2,tensor=2,microbatches=4"),
     pytest.param(
         DEEPSEEK, "data=2,pipeline=2,expert=2,chunks=2,microbatches=4", marks=pytest.mark.slow
     ),
 ]
 NIGHTLY = [
+    ("experts, packed", "data=2,expert=2,tensor=2,microbatches=4"),
     (TIED, "pipeline=4,microbatches=1"),
     (TIED, "pipeline=2,schedule=gpipe,microbatches=1"),
     (TIED, "pipeline=4,tensor=2,schedule=gpipe,microbatches=4"),

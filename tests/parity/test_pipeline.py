@@ -58,12 +58,12 @@ MODELS = {
     ),
 }
 CASES = [
-    ("8 layers", "pipeline=8,microbatches=4"),
     ("8 layers", "pipeline=4,tensor=2,schedule=gpipe,microbatches=4"),
     ("8 layers", "data=2,pipeline=2,tensor=2,chunks=2,microbatches=4"),
     ("GPT-2, 5 layers", "pipeline=4,tensor=2,microbatches=4"),
 ]
 NIGHTLY = [
+    ("8 layers", "pipeline=8,microbatches=4"),
     ("8 layers", "data=2,pipeline=4,microbatches=8"),
     ("8 layers", "pipeline=2,fsdp=2,tensor=2,microbatches=4"),
     ("packed, a window pattern, 7 layers", "data=2,pipeline=2,fsdp=2,microbatches=4"),

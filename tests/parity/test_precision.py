@@ -78,8 +78,6 @@ MODELS = {
 CI = [
     ("fp8", "dense", "data=2,pipeline=2,tensor=2,microbatches=4"),
     ("fp8", "experts", "fsdp=2,expert=2,tensor=2"),
-    ("fp8", "latent, two tokens", "data=2,fsdp=2,tensor=2,microbatches=4"),
-    ("fp8_rowwise", "ends in bf16", "fsdp=2,tensor=4,microbatches=4"),
 ]
 STEPS_CI = [("small", "data=2,pipeline=2,microbatches=2")]
 STEPS_NIGHTLY = [
@@ -97,6 +95,8 @@ STEPS_NIGHTLY = [
     ("f8 saved", "data=1,microbatches=4"),
 ]
 NIGHTLY = [
+    ("fp8", "latent, two tokens", "data=2,fsdp=2,tensor=2,microbatches=4"),
+    ("fp8_rowwise", "ends in bf16", "fsdp=2,tensor=4,microbatches=4"),
     ("fp8", "dense", "fsdp=8"),
     ("fp8", "dense", "tensor=8"),
     ("fp8", "dense", "data=8"),
@@ -233,10 +233,10 @@ def test_delayed_scales_of_later_steps_are_those_of_one_device(features, layout)
     ("precision", "dispatcher", "layout"),
     [
         pytest.param("fp8", "dropless", "expert=2,tensor=2", marks=pytest.mark.slow),
-        pytest.param("fp8", "allgather", "expert=2,tensor=2", marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
+                ("fp8", "allgather", "expert=2,tensor=2"),
                 ("fp8_rowwise", "dropless", "fsdp=2,expert=2,tensor=2"),
                 ("fp8_rowwise", "allgather", "data=2,expert=2,tensor=2,microbatches=4"),
                 ("int8", "dropless", "data=1"),

@@ -26,12 +26,11 @@ ADAMW = dataclasses.replace(changed(), optimizer=OptimizerConfig(learning_rate=1
 @pytest.mark.parametrize(
     "name",
     [
-        "adamw",
         *(
             pytest.param(name, marks=marker)
             for names, marker in (
                 (("muon",), pytest.mark.slow),
-                (("adafactor", "lion", "sgd"), pytest.mark.nightly),
+                (("adamw", "adafactor", "lion", "sgd"), pytest.mark.nightly),
             )
             for name in names
         ),
@@ -96,7 +95,7 @@ def test_an_fp16_overflow_on_one_shard_halves_the_scale_of_all():
     [
         pytest.param("fsdp=2,tensor=2", marks=pytest.mark.nightly),
         pytest.param("data=2,tensor=2", marks=pytest.mark.nightly),
-        MIXED,
+        pytest.param(MIXED, marks=pytest.mark.slow),
     ],
 )
 def test_bf16_gradients_are_those_of_one_device_but_for_rounding(layout):

@@ -101,7 +101,7 @@ def test_the_formula_counts_places_that_hold_no_layer():
     assert saved_layers(CONFIG) == 7 * 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_chunks_of_layers_count_once_among_the_parameters_of_a_device(h200_mesh):
     pipeline = PipelineConfig(schedule="interleaved_1f1b", chunks=2)
     model = dataclasses.replace(CONFIG.model, num_layers=8)
@@ -113,7 +113,7 @@ def test_chunks_of_layers_count_once_among_the_parameters_of_a_device(h200_mesh)
     assert plan.layout.params_per_device == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_of_1024_gpus_is_planned_within_five_minutes_and_8_gb(h200_mesh):
     recipe = load_recipe("llama3_70b")[0]
     config = validate(

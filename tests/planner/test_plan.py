@@ -15,10 +15,12 @@ from mtjax.config import (
     DataConfig,
     MeshConfig,
     ModelConfig,
+    QuantizeConfig,
     RunConfig,
     TrainConfig,
     validate,
 )
+from mtjax.planner import command
 from mtjax.planner import place as place_module
 from mtjax.planner.changes import smaller, try_changes
 from mtjax.planner.layouts import candidates, factorisations, sent_bytes
@@ -34,7 +36,7 @@ from mtjax.planning.compile import compile_for
 from mtjax.planning.gpus import GPUS
 from mtjax.planning.subprocess_compile import CompileFailed
 from mtjax.planning.targets import Target, parse_target
-from mtjax.recipes import load_recipe
+from mtjax.recipes import Origin, load_recipe
 
 LAYERS, EMBED, FFN, HEADS, VOCAB, SEQ, BATCH = 4, 256, 1024, 8, 1024, 512, 16
 BASE = Config(
@@ -220,6 +222,17 @@ def test_without_the_plugin_a_target_is_planned_on_cpu_devices_and_says_so(monke
     assert place.devices == 8 and place.target is not None
     assert reason in place.notes[0] and "h200:1x8" in place.notes[0]
     assert place.capacity_bytes > 100 * 2**30
+
+
+def test_products_that_depend_on_the_gpu_at_hand_are_not_planned():
+    quantize = QuantizeConfig(backend="te")
+    config = dataclasses.replace(BASE, precision="fp8", quantize=quantize)
+    for refused in (
+        lambda: command.plan(config, "cpu:1", 300, ""),
+        lambda: command.search(config, "cpu:1", 1, 300, "", Origin("recipe", [])),
+    ):
+        with pytest.raises(ValueError, match=r"quantize.backend: got 'te', expected xla for"):
+            refused()
 
 
 def test_an_expanded_ragged_product_is_named(h200_mesh):

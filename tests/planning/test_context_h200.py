@@ -99,7 +99,7 @@ def test_ring_computes_each_block_by_one_cudnn_kernel(compiled):
     assert f"{SEQ // SHARDS},{SEQ // SHARDS}]" not in program.hlo
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_packed_documents_are_masked_inside_the_cudnn_blocks(compiled):
     program = compiled("context=8", packed=True)
     assert calls(program, "__cudnn$fmhaScaleBiasSoftmax") == 2 * SHARDS
@@ -117,7 +117,7 @@ def test_dropout_masks_are_drawn_where_they_are_used(compiled):
     assert moved(compiled("context=8", dropout=0.1)) == moved(compiled("context=8"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ulysses_trades_tokens_for_heads_by_all_to_all(compiled):
     """context=2 x tensor=2, fsdp=2: query, key, value and output once per pass."""
     program = compiled("fsdp=2,context=2,tensor=2,exchange=ulysses")

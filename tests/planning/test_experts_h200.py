@@ -78,7 +78,7 @@ def total(collectives, field):
 
 LAYOUTS = [
     {"expert": 8},
-    pytest.param({"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
+    pytest.param({"expert": 4, "tensor": 2}, marks=pytest.mark.nightly),
     pytest.param({"fsdp": 2, "expert": 4}, marks=pytest.mark.nightly),
 ]
 
@@ -144,7 +144,7 @@ def test_parts_of_a_sequence_meet_at_experts_whose_weights_stay(compile_step):
     assert max(c.output_bytes for c in gathers) < EXPERTS * expert, "no kernel of all experts"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_products_by_group_are_expanded_which_is_why_they_are_refused(compile_step):
     """At worst R E times the rows: every expert held here on all rows that could arrive."""
     dropless = compile_step({"expert": 8}, dispatcher="dropless", allow_expanded_products=True)

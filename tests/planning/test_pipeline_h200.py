@@ -98,7 +98,7 @@ def test_memory_of_1f1b_grows_with_stages_and_not_with_microbatches(compiled):
     assert many < 0.5 * gpipe
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_of_1f1b_is_the_same_for_32_and_128_microbatches(compiled):
     """Temporaries; the batch itself, in the arguments, is larger."""
     some, many = (compiled(f"pipeline=8,microbatches={m}").memory.temp_bytes for m in (32, 128))

@@ -120,7 +120,7 @@ def test_fp8_multiplies_and_gathers_in_8_bits_over_fsdp_and_tensor(h200_mesh):
     assert sum(c.operand_bytes for c in gradients) == KERNELS / 4 * BYTES_WIDE
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_experts_multiply_and_receive_tokens_in_8_bits(h200_mesh):
     summary = compiled("fp8", "expert=4,tensor=2")
     attention = KERNELS - 3 * EMBED * FFN
@@ -140,6 +140,15 @@ def test_weights_are_rounded_before_the_loop_over_microbatches(h200_mesh):
 
 
 @pytest.mark.slow
+def test_recomputed_layers_share_what_the_backward_pass_gathers(h200_mesh):
+    """Kernels travel once forward and once backward, in half of the bytes of bf16."""
+    summary = compiled("fp8", "fsdp=8", remat="full")
+    assert_every_product_has_8_bits(summary)
+    weights = summary.collectives("all-gather", axis="fsdp", inside_loop=True)
+    assert sum(c.output_bytes for c in weights) == 2 * KERNELS
+
+
+@pytest.mark.nightly
 def test_delayed_scales_wait_for_no_other_device(h200_mesh):
     """Each layer reports its largest values, once and by the way; with scales from the values at
     hand every input and gradient waits for a maximum over all devices."""

@@ -117,9 +117,9 @@ def test_sequence_parallelism_gathers_and_scatters_and_never_all_reduces(compile
 @pytest.mark.parametrize(
     ("axes", "shards"),
     [
-        ({"data": 8}, 1),
-        pytest.param({"data": 4, "fsdp": 2}, 2, marks=pytest.mark.nightly),
-        ({"data": 2, "tensor": 4}, 4),
+        pytest.param({"data": 8}, 1, marks=pytest.mark.nightly),
+        ({"data": 4, "fsdp": 2}, 2),
+        pytest.param({"data": 2, "tensor": 4}, 4, marks=pytest.mark.nightly),
     ],
 )
 def test_data_gathers_bf16_once_and_scatters_fp32_once_outside_all_loops(
@@ -152,6 +152,7 @@ def test_cudnn_attention_is_used_and_selective_remat_runs_it_once(compile_step):
     assert forward_calls(selective) == 1
 
 
+@pytest.mark.nightly
 def test_remat_trades_memory_for_recomputation(compile_step):
     temp = [
         compile_step({"fsdp": 8}, remat=remat).memory.temp_bytes

@@ -90,7 +90,7 @@ SMALL = (40, 24, 3, 5)
 MXFP8 = RECIPES["mxfp8"]
 CASES = {name: (recipe, SMALL) for name, recipe in RECIPES.items()}
 # Tokens may end within a tile.
-CASES["mxfp8, scaled"] = (dataclasses.replace(MXFP8, block_scaled=True), (40, 64, 3, 32))
+CASES["mxfp8, scaled"] = (dataclasses.replace(MXFP8, backend="scaled_matmul"), (40, 64, 3, 32))
 
 
 @pytest.mark.parametrize("num_batch", [0, 1], ids=["dense", "experts"])

@@ -87,7 +87,7 @@ def test_a_run_starts_with_scales_from_its_first_batch_and_resumes_bit_for_bit(t
 def test_another_recipe_starts_with_new_scales_and_says_so(tmp_path, capsys):
     run(delayed(tmp_path, train__steps=1))
     longer = {"train__steps": 2, "quantize__amax_history": 5}
-    with pytest.raises(CheckpointMismatch, match=r"allow_changes quantize\.amax_history"):
+    with pytest.raises(CheckpointMismatch, match=r"allow-changes quantize\.amax_history"):
         run(tiny(tmp_path, precision="fp8_delayed", **longer))
     allowed = {"checkpoint__allow_changes": ("quantize", "precision")}
     capsys.readouterr()
@@ -105,8 +105,8 @@ def test_a_layer_that_saturates_too_long_falls_back_and_stays_so(tmp_path, capsy
 
     right = step_module.delayed_scales
 
-    def wrong(config, state):
-        return jax.tree.map(lambda s: s.at[1].multiply(2.0**-12), right(config, state))
+    def wrong(config, boxes, state):
+        return jax.tree.map(lambda s: s.at[1].multiply(2.0**-12), right(config, boxes, state))
 
     monkeypatch.setattr(step_module, "delayed_scales", wrong)
     changes = {

@@ -90,9 +90,10 @@ PIPELINE = {"mesh__pipeline": 2, "train__microbatches": 4, "model__num_layers": 
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"mesh__data": 2} | SAMPLE,
+        pytest.param({"mesh__data": 2} | SAMPLE, marks=pytest.mark.slow),
         pytest.param({"mesh__fsdp": 2}, marks=pytest.mark.nightly),
-        pytest.param(PIPELINE | SAMPLE, marks=pytest.mark.slow),
+        pytest.param(PIPELINE, marks=pytest.mark.slow),
+        pytest.param(PIPELINE | SAMPLE, marks=pytest.mark.nightly),
     ],
 )
 def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(

@@ -41,7 +41,7 @@ def test_a_checkpoint_of_four_stages_goes_on_with_fsdp_as_on_one_device(tmp_path
     np.testing.assert_allclose(evaluations[-1], expected_loss, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_resumed_pipeline_is_the_one_that_never_stopped_bit_for_bit(tmp_path):
     mesh = {
         "mesh__pipeline": 2,

@@ -38,12 +38,15 @@ def test_hidden_states_are_those_of_the_dense_model(settings):
     model = dataclasses.replace(
         dense, moe=MoeConfig(num_experts=4, capacity_factor=4.0, **settings)
     )
-    params = unbox(init_params(dense, jax.random.key(0)))
-    grown = with_experts(model, params, unbox(init_params(model, jax.random.key(1))))
+    params, fresh = (
+        unbox(jax.jit(init_params, static_argnums=0)(m, jax.random.key(i)))
+        for i, m in enumerate((dense, model))
+    )
+    grown = with_experts(model, params, fresh)
     tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, 60)
     positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
     ours, theirs = (
-        forward(m, TrainConfig(), p, tokens, positions)[0]
+        jax.jit(lambda p, m=m: forward(m, TrainConfig(), p, tokens, positions)[0])(p)
         for m, p in ((model, grown), (dense, params))
     )
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
