@@ -129,13 +129,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | np.ndarray | None = N
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def compute_capability(device: Any) -> tuple[int, int] | None:
-    """Of a GPU, major and minor; None of another device."""
+def platform_of(mesh: Mesh) -> tuple[str, tuple[int, int] | None]:
+    """Platform of a mesh's devices and, of GPUs, compute capability: major and minor."""
+    device = mesh.devices.flat[0]
     text = getattr(device, "compute_capability", None)
     if text is None:
-        return None
+        return device.platform, None
     major, minor = str(text).split(".")
-    return int(major), int(minor)
+    return device.platform, (int(major), int(minor))
 
 
 def no_mesh() -> Any:

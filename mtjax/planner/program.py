@@ -73,19 +73,18 @@ def build_step(config: Config, devices: Target | int) -> StepProgram:
 
     from mtjax.planning.asked import asked_flops
     from mtjax.planning.compile import compile_for, topology_devices
-    from mtjax.sharding import make_mesh
+    from mtjax.sharding import make_mesh, platform_of
     from mtjax.training.state import make_setup
     from mtjax.training.step import jit_train_step
 
     if isinstance(devices, Target):
-        platform: tuple[Any, ...] = "gpu", devices.gpu.compute_capability
         present = topology_devices(devices)
     else:
-        platform, present = ("cpu",), np.array(jax.devices("cpu"))
+        present = np.array(jax.devices("cpu"))
     mesh = make_mesh(config.mesh, present)
     full = dataclasses.replace(config.train, batch_ramp=BatchRampConfig())
     config = dataclasses.replace(config, train=full)
-    config = resolve_backends(validate(config), *platform)
+    config = resolve_backends(validate(config), *platform_of(mesh))
     setup = make_setup(config, mesh)
     with jax.set_mesh(mesh):
         step = jit_train_step(config, mesh, setup)

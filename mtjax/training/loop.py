@@ -26,7 +26,7 @@ from mtjax.operation.progress import Progress, format_count
 from mtjax.planning.flops import CONVENTION, count_params, flops_per_token
 from mtjax.precision.te import check_installed
 from mtjax.recipes import Provenance, describe, from_caller
-from mtjax.sharding import compute_capability, make_mesh
+from mtjax.sharding import make_mesh, platform_of
 from mtjax.training.calibrate import calibrated
 from mtjax.training.compiled import CompiledStep, compile_step
 from mtjax.training.delayed import (
@@ -60,8 +60,7 @@ def prepare_mesh(config: Config) -> tuple[Config, Mesh]:
     resolved = config.mesh.resolve(jax.device_count())
     config = validate(dataclasses.replace(config, mesh=resolved))
     mesh = make_mesh(config.mesh)
-    device = mesh.devices.flat[0]
-    return resolve_backends(config, device.platform, compute_capability(device)), mesh
+    return resolve_backends(config, *platform_of(mesh)), mesh
 
 
 def train(config: Config, provenance: Sequence[Provenance] | None = None) -> int:

@@ -12,7 +12,7 @@ from mtjax.config import Config, on_layout, resolve_backends, validate
 from mtjax.config.layout import checked_layout
 from mtjax.config.mesh import Layout, MeshConfig
 from mtjax.precision.te import check_installed
-from mtjax.sharding import compute_capability, make_mesh
+from mtjax.sharding import make_mesh, platform_of
 from mtjax.training.compiled import compile_step
 from mtjax.training.feed import Feed
 from mtjax.training.state import create_state, make_setup
@@ -45,8 +45,7 @@ def run_layout(config: Config, num_devices: int, steps: int) -> LayoutRun:
         ValueError: the config doesn't fit the mesh, or there are too few devices.
     """
     mesh = _mesh(config, num_devices)
-    device = mesh.devices.flat[0]
-    config = resolve_backends(validate(config), device.platform, compute_capability(device))
+    config = resolve_backends(validate(config), *platform_of(mesh))
     setup = make_setup(config, mesh)
     state = create_state(config, mesh, setup)
     params = jax.device_get(state.params)

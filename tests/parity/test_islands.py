@@ -26,30 +26,19 @@ ROWS, SEQ, EMBED, HEADS, HEAD_DIM, FFN = 8, 256, 256, 8, 32, 256
 SPLIT = ("batch", "seq_sp", None)
 
 
-def gathered(x_BTD):
-    return Gathered(x_BTD)
-
-
-def shared(x_BTD):
-    return Shared(x_BTD)
-
-
-def plain(x):
-    return x
-
-
+HEADS_OUT, FFN_OUT = ("batch", "seq", "act_heads", None), ("batch", "seq", "act_ffn")
 PRODUCTS = {
-    "query": (("embed", "heads", "head_dim"), 1, gathered, SPLIT),
-    "attention out": (
-        ("heads", "head_dim", "embed"), 2, plain, ("batch", "seq", "act_heads", None)
-    ),
-    "up": (("embed", "ffn"), 1, gathered, SPLIT),
-    "down": (("ffn", "embed"), 1, plain, ("batch", "seq", "act_ffn")),
-    "into a latent": (("embed", "latent"), 1, shared, SPLIT),
-    "out of a latent": (("latent", "heads", "head_dim"), 1, gathered, SPLIT),
-    "rotating key": (("embed", None), 1, shared, SPLIT),
-    "half of a predictor": (("embed", "residual"), 1, plain, SPLIT),
-}  # fmt: skip
+    "query": (("embed", "heads", "head_dim"), 1, Gathered, SPLIT),
+    "attention out": (("heads", "head_dim", "embed"), 2, lambda x: x, HEADS_OUT),
+    "up": (("embed", "ffn"), 1, Gathered, SPLIT),
+    "down": (("ffn", "embed"), 1, lambda x: x, FFN_OUT),
+    "into a latent": (("embed", "latent"), 1, Shared, SPLIT),
+    "out of a latent": (("latent", "heads", "head_dim"), 1, Gathered, SPLIT),
+    "rotating key": (("embed", None), 1, Shared, SPLIT),
+    "half of a predictor": (("embed", "residual"), 1, lambda x: x, SPLIT),
+}
+"""Logical dims of the kernel, how many of them are summed over, what a layer makes of its input,
+and the logical dims of that."""
 SIZES = {
     "embed": EMBED, "latent": EMBED, "residual": EMBED, "heads": HEADS, "head_dim": HEAD_DIM,
     "ffn": FFN, None: 64,
@@ -57,16 +46,16 @@ SIZES = {
 
 
 def operands(names, num_in):
-    """Of an uneven size along the dims that are summed over."""
-    rng = np.random.default_rng(len(names) + num_in)
+    """x, w and g, uneven along every dim."""
+    rng = np.random.default_rng(0)
     w_shape = tuple(SIZES[name] for name in names)
     shapes = (ROWS, SEQ, *w_shape[:num_in]), w_shape, (ROWS, SEQ, *w_shape[num_in:])
     arrays = []
     for shape in shapes:
         array = rng.normal(size=shape)
-        for dim in range(1 if len(shape) > 2 else 0, len(shape)):
-            sizes = [shape[dim] if d == dim else 1 for d in range(len(shape))]
-            array *= 2.0 ** rng.integers(-3, 4, sizes)
+        for dim, size in enumerate(shape):
+            powers = 2.0 ** rng.integers(-3, 4, size)
+            array *= powers.reshape(-1, *[1] * (len(shape) - dim - 1))
         arrays.append(array.astype(np.float32))
     return arrays
 

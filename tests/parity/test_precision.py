@@ -150,11 +150,12 @@ TILES = {
 TILED = {
     "dense": TILES,
     "two layers": TILES | {"num_layers": 2},
-    "wide": TILES | {"embed_dim": 256, "train": {"seq_len": 32, "batch_size": 8}},
+    "wide": TILES | {"embed_dim": 256, "init_std": 0.1, "train": {"seq_len": 32, "batch_size": 8}},
     "long": TILES
     | {
         "attention": {"num_heads": 8, "num_kv_heads": 8, "head_dim": 32, "dropout": 0.0},
         "ffn_dim": 256,
+        "init_std": 0.1,
         "train": {"seq_len": 256, "batch_size": 1},
     },
     "experts": TILES
@@ -181,7 +182,7 @@ TILED_NIGHTLY = [
     ("long", "tensor=8"),
     ("dense", "data=2,tensor=2"),
     ("two layers", "pipeline=2,tensor=2,microbatches=4"),
-    ("two layers", "data=2,pipeline=2,fsdp=2,chunks=1,microbatches=2"),
+    ("two layers", "data=2,pipeline=2,fsdp=2,microbatches=2"),
     ("experts", "expert=2,tensor=2"),
     ("experts", "data=2,expert=2"),
     ("latent, two tokens", "fsdp=2,tensor=2"),
