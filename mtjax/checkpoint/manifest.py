@@ -44,6 +44,12 @@ MUST_MATCH: dict[str, bool] = {
 }
 
 
+_OTHER_WAYS = {
+    "model.moe.num_experts": ". A new run starts from one with another number of experts by "
+    "--checkpoint.resize-from, from one without by --checkpoint.upcycle-from",
+}
+
+
 class CheckpointMismatch(ValueError):
     """The checkpoint does not fit the current config or state; the text lists all differences."""
 
@@ -122,6 +128,7 @@ def compare(
                 " (arrays of other names or shapes come of it, so it can't be allowed)"
             )
             fatal += [("", line) for line in accepted]
+        fix += "".join(hint for name, hint in _OTHER_WAYS.items() if name in dict(fatal))
         raise CheckpointMismatch(
             f"{where} was made with another config (checkpoint -> now):\n  "
             + "\n  ".join(line for _, line in fatal)

@@ -147,13 +147,9 @@ def validate(config: Config) -> Config:
         f"at most the steps of the schedule ({schedule.decay_steps or train.steps})",
         "shorten the warm-up",
     )
-    require(
-        config.precision == "fp16" or config.loss_scale == LossScaleConfig(),
-        "loss_scale",
-        config.loss_scale,
-        f"the defaults while precision is {config.precision!r}",
-        "set precision to fp16 or drop the loss_scale settings",
-    )
+    if config.precision != "fp16":
+        condition = f"precision is {config.precision!r}"
+        require_defaults(config.loss_scale, "loss_scale", None, condition)
     require(
         model.attention.backend != "cudnn" or config.compute_dtype != "fp32",
         "model.attention.backend",
@@ -201,9 +197,8 @@ def _check_saved_names(config: Config) -> None:
 def _check_quantization(config: Config) -> None:
     quantize, moe = config.quantize, config.model.moe
     if not config.quantized:
-        names = [field.name for field in dataclasses.fields(quantize)]
         condition = f"precision is {config.precision!r}, which quantises nothing"
-        require_defaults(quantize, "quantize", names, condition)
+        require_defaults(quantize, "quantize", None, condition)
         return
     if config.precision != "fp8_delayed":
         names = ["amax_history", "fallback_ratio", "fallback_steps"]
@@ -409,7 +404,7 @@ def resolve_backends(
     )
     config = resolve_products(config, on_gpu, compute_capability)
     if config.quantize.backend == "te":
-        check_transformer_engine_on(platform, compute_capability)
+        check_transformer_engine_on(platform)
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[config.compute_dtype]
     reason = unsupported("cudnn", call, config.model.head_dim, dtype)
     if attention.backend != "auto":

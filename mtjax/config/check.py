@@ -48,17 +48,17 @@ def config_class(prefix: str) -> Callable[[type[T]], type[T]]:
     return make
 
 
-def require_defaults(config: Any, prefix: str, names: Iterable[str], condition: str) -> None:
-    """Refuse values for fields that nobody reads while `condition` holds.
+def require_defaults(config: Any, prefix: str, names: Iterable[str] | None, condition: str) -> None:
+    """Refuse values for fields that nobody reads while `condition` holds; None: for all fields.
 
     Raises:
         ValueError: one of them is not at its default.
     """
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    for name in names:
+    for name in defaults if names is None else names:
         require(
             getattr(config, name) == defaults[name],
-            f"{prefix}.{name}",
+            f"{prefix}.{name}" if prefix else name,
             getattr(config, name),
             f"the default ({defaults[name]!r}), because nothing reads it while {condition}",
             f"drop it, or set it to {defaults[name]!r}",

@@ -230,6 +230,14 @@ class ModelConfig:
         for name in ("vocab_size", "vocab_multiple", "embed_dim", "num_layers", "ffn_dim"):
             value = getattr(self, name)
             require(value > 0, f"model.{name}", value, "a positive integer", "raise it")
+        windows = self.attention.windows
+        require(
+            len(windows) <= self.num_layers,
+            "model.attention.windows",
+            windows,
+            f"at most model.num_layers ({self.num_layers}) of them",
+            "leave out those that no layer has",
+        )
         for name in ("norm_epsilon", "init_std"):
             value = getattr(self, name)
             require(value > 0, f"model.{name}", value, "a positive number", "raise it")
@@ -264,13 +272,9 @@ class ModelConfig:
             "a number exactly when model.position is 'learned'",
             "set both or neither",
         )
-        require(
-            self.position == "rope" or self.rope == RopeConfig(),
-            "model.rope",
-            self.rope,
-            f"the defaults while model.position is {self.position!r}",
-            "set model.position to rope or drop the rope settings",
-        )
+        if self.position != "rope":
+            condition = f"model.position is {self.position!r}"
+            require_defaults(self.rope, "model.rope", None, condition)
         require(
             not self.norm_unit_offset or self.norm == "rmsnorm",
             "model.norm_unit_offset",

@@ -1,6 +1,5 @@
 """How the layers are dealt out over the pipeline axis, and in which order microbatches run."""
 
-import dataclasses
 import itertools
 from typing import Literal
 
@@ -79,8 +78,7 @@ def check_pipeline(
         ValueError: the settings need a pipeline and there is none, or they don't fit.
     """
     if num_stages == 1:
-        names = [field.name for field in dataclasses.fields(pipeline)]
-        require_defaults(pipeline, "pipeline", names, "mesh.pipeline is 1")
+        require_defaults(pipeline, "pipeline", None, "mesh.pipeline is 1")
         return
     interleaved = pipeline.schedule == "interleaved_1f1b"
     require(
@@ -88,7 +86,7 @@ def check_pipeline(
         "train.microbatches",
         train.microbatches,
         f"a multiple of mesh.pipeline ({num_stages}) with schedule interleaved_1f1b",
-        "change it, or use schedule 1f1b, which takes any number",
+        "change it, or use schedule 1f1b with 1 chunk, which takes any number",
     )
     require(
         not train.remat_offload,

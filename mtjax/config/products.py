@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 BLACKWELL = (10, 0)
 """Compute capability of the first GPUs with products of tiles and their scales."""
+FIRST_WITH_F8 = (8, 9)
+"""Of the first with products of 8-bit floats: Ada."""
 TILE = 32
 """Values under one scale of MXFP8."""
 
@@ -26,6 +28,16 @@ def resolve_products(
         return config
     blackwell = on_gpu and (compute_capability or (0, 0)) >= BLACKWELL
     _check_format(config, on_gpu, blackwell)
+    require(
+        compute_capability is None
+        or compute_capability >= FIRST_WITH_F8
+        or not config.precision.startswith("fp8"),
+        "precision",
+        config.precision,
+        f"another one on a GPU of compute capability {compute_capability}, which multiplies no "
+        f"8-bit floats: those of {FIRST_WITH_F8} and later do",
+        "use bf16 or int8",
+    )
     backend = config.quantize.backend
     if backend == "auto":
         backend = "scaled_matmul" if blackwell and config.precision == "mxfp8" else "xla"

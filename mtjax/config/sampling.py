@@ -1,6 +1,6 @@
 """How text is drawn from a model."""
 
-from mtjax.config.check import config_class, require
+from mtjax.config.check import config_class, require, require_defaults
 
 
 @config_class("")
@@ -23,5 +23,7 @@ class SamplingConfig:
         require(self.temperature >= 0, "temperature", self.temperature, ">= 0", "0 is greedy")
         require(self.top_k >= 0, "top_k", self.top_k, ">= 0", "0 is all")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]", "1 is all")
+        if self.temperature == 0:
+            require_defaults(self, "", ["top_k", "top_p"], "temperature is 0")
         # Keys are made of 32 bits: a larger seed would be cut to one of these.
         require(0 <= self.seed < 2**32, "seed", self.seed, "0 to 2**32 - 1", "choose another")

@@ -227,9 +227,7 @@ class TrainConfig:
         for name in ("steps", "batch_size", "seq_len", "microbatches", "loss_chunk"):
             value = getattr(self, name)
             require(value > 0, f"train.{name}", value, "a positive integer", "raise it")
-        require(
-            0 <= self.seed < 2**32, "train.seed", self.seed, "in [0, 2**32)", "take a smaller one"
-        )
+        require(0 <= self.seed < 2**32, "train.seed", self.seed, "in [0, 2**32)", "take another")
         for name in ("eval_every", "eval_batches", "sample_tokens", "z_loss"):
             value = getattr(self, name)
             require(value >= 0, f"train.{name}", value, "at least 0", "raise it")

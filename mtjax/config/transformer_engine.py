@@ -12,9 +12,6 @@ _ENTRIES = 16
 """cuBLASLt multiplies 8-bit floats along sums of a multiple of as many entries. Each dim of a
 product is summed over in one of the three directions."""
 
-_FIRST_WITH_F8 = (8, 9)
-"""Compute capability: Ada."""
-
 
 def check_transformer_engine(
     model: ModelConfig,
@@ -83,19 +80,12 @@ def _summed_sizes(
     }
 
 
-def check_transformer_engine_on(platform: str, compute_capability: tuple[int, int] | None) -> None:
-    """Check that TransformerEngine multiplies 8-bit floats on these devices, or is to do it in JAX.
+def check_transformer_engine_on(platform: str) -> None:
+    """Check that TransformerEngine has kernels for these devices, or is to do without.
 
     Raises:
         ValueError: it does not.
     """
-    require(
-        compute_capability is None or compute_capability >= _FIRST_WITH_F8,
-        "quantize.backend",
-        "te",
-        f"xla on a GPU of compute capability {compute_capability}",
-        f"TransformerEngine multiplies 8-bit floats on {_FIRST_WITH_F8} and later",
-    )
     require(
         platform in ("gpu", "cuda")
         or os.environ.get("NVTE_JAX_CUSTOM_CALLS", "").lower() == "false",

@@ -77,7 +77,7 @@ def check_lengths(
         "expert_choice",
         "another router to generate text: with it, who serves a token depends on tokens that "
         "aren't there yet",
-        "train.sample_tokens 0 trains without a sample",
+        "no text comes of this model; a run leaves it out with train.sample_tokens 0",
     )
     require(len(prompt) > 0, names[0], prompt, "at least one token", "give a text to continue")
     worst = max(prompt)

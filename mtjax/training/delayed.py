@@ -148,7 +148,7 @@ def fallen_layers(config: Config, saved: Any) -> list[int]:
         "mesh.pipeline",
         config.mesh.pipeline,
         f"1 with layers that have fallen back ({_list(in_range)})",
-        "leave it at 1, or go on in another precision",
+        "leave it at 1, or go on in precision bf16, which quantises nothing",
     )
     return in_range
 

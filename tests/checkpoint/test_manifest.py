@@ -33,6 +33,12 @@ def test_differences_are_dotted_with_saved_and_current_value():
     ]
 
 
+def test_another_number_of_experts_is_told_the_way_there():
+    saved, current = (changed(model={"moe": {"num_experts": n}}) for n in (4, 8))
+    with pytest.raises(CheckpointMismatch, match=r"--checkpoint\.resize-from"):
+        compare(saved, current, where="it", fits=lambda: False)
+
+
 def test_every_change_that_matters_is_listed_in_one_error():
     with pytest.raises(CheckpointMismatch) as error:
         compare(changed(), changed(model={"embed_dim": 32}, train={"seed": 1}), where="it")

@@ -18,6 +18,7 @@ from mtjax.config import (
     TrainConfig,
 )
 from mtjax.config.data import PrepareConfig
+from mtjax.config.sampling import SamplingConfig
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,8 @@ PREPARED = {"paths": ("a",), "output": "b"}
         (lambda: ScheduleConfig(warmup_init_ratio=0.5), "warmup_init_ratio"),
         (lambda: RopeConfig(beta_fast=16.0), "beta_fast"),
         (lambda: RopeConfig(factor=2.0), "factor"),
+        (lambda: SamplingConfig(temperature=0, top_k=5), "top_k"),
+        (lambda: ModelConfig(position="none", rope=RopeConfig(theta=5.0)), r"model\.rope\.theta"),
         (lambda: RopeConfig(scaling="linear", factor=2.0, low_freq_factor=2.0), "low_freq_factor"),
         (lambda: DataConfig(packing_bins=8), "packing_bins"),
         (lambda: DataConfig(text_field="body"), "text_field"),
@@ -119,6 +122,13 @@ PREPARED = {"paths": ("a",), "output": "b"}
 def test_a_field_that_nobody_reads_is_refused(make, unread):
     with pytest.raises(ValueError, match=rf"{unread}: got "):
         make()
+
+
+def test_windows_that_no_layer_has_are_refused():
+    attention = AttentionConfig(windows=(8, 0, 4))
+    ModelConfig(num_layers=3, attention=attention)
+    with pytest.raises(ValueError, match=r"windows: got \(8, 0, 4\), expected at most .* \(2\)"):
+        ModelConfig(num_layers=2, attention=attention)
 
 
 def test_whole_numbers_pass_for_fractions_and_none_where_it_is_declared():

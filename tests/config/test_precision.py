@@ -110,6 +110,15 @@ def test_a_format_that_a_gpu_would_compute_in_another_is_refused_there(precision
         resolve_backends(config, "gpu")
 
 
+@pytest.mark.parametrize("precision", ["fp8", "fp8_delayed", "fp8_rowwise"])
+def test_a_gpu_without_8_bit_floats_is_told_of_others(precision):
+    config = validate(changed(precision=precision))
+    resolve_backends(config, "gpu", (8, 9))
+    with pytest.raises(ValueError, match=rf"got '{precision}', .* capability \(8, 0\), which"):
+        resolve_backends(config, "gpu", (8, 0))
+    resolve_backends(changed(config, precision="int8"), "gpu", (8, 0))
+
+
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 TILED = changed(
     precision="mxfp8",

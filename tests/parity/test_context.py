@@ -29,7 +29,7 @@ FEATURES = {
     "dropout": changed(),
     "dropout, packed, windows, sinks": changed({"windows": (5, 0), "sinks": True}, packed=True),
     "packed, windows, softcap": changed(
-        {"dropout": 0.0, "windows": (5, 0, 3), "logit_softcap": 1.5, "scale": 0.6},
+        {"dropout": 0.0, "windows": (5, 0), "logit_softcap": 1.5, "scale": 0.6},
         packed=True,
         dropout=0.0,
         num_layers=3,
