@@ -65,7 +65,7 @@ def test_it_is_for_gpus_that_multiply_8_bits_and_for_comparisons_on_cpu(monkeypa
         validate(config)
         monkeypatch.delenv("NVTE_JAX_CUSTOM_CALLS", raising=False)
         assert resolve_backends(config, "gpu", (9, 0)).quantize.backend == "te"
-        with pytest.raises(ValueError, match="precision: .* capability .8, 0., which"):
+        with pytest.raises(ValueError, match=r"capability \(8, 0\), which"):
             resolve_backends(config, "gpu", (8, 0))
         with pytest.raises(ValueError, match="got 'te', expected xla on platform 'cpu'"):
             resolve_backends(config, "cpu")
