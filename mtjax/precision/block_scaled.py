@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,12 +27,13 @@ def _scaled_matmul(
     dims: Any, dtype: Any, a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array
 ) -> jax.Array:
     (a_summed, b_summed), (a_batch, b_batch) = dims
-    y = jax.nn.scaled_matmul(
+    y = jax.lax.platform_dependent(
         _as_matrices(a, a_batch, a_summed),
         _as_matrices(b, b_batch, b_summed),
         _as_matrices(a_scale, a_batch, a_summed),
         _as_matrices(b_scale, b_batch, b_summed),
-        preferred_element_type=dtype,
+        cuda=partial(jax.nn.scaled_matmul, preferred_element_type=dtype),
+        default=partial(_of_rounded_numbers, dtype),
     )
     batch = [a.shape[dim] for dim in a_batch]
     left = [
@@ -41,6 +43,20 @@ def _scaled_matmul(
         if dim not in used
     ]
     return y.reshape(*batch, *left)
+
+
+def _of_rounded_numbers(
+    dtype: Any, a_BMK: jax.Array, b_BNK: jax.Array, a_scale: jax.Array, b_scale: jax.Array
+) -> jax.Array:
+    """The same product of numbers in the dtype of the result, which holds each exactly."""
+
+    def rounded(x: jax.Array, scale: jax.Array) -> jax.Array:
+        tiles = x.astype(dtype).reshape(*scale.shape, -1)
+        return (tiles * scale.astype(dtype)[..., None]).reshape(x.shape)
+
+    a_BMK, b_BNK = rounded(a_BMK, a_scale), rounded(b_BNK, b_scale)
+    dims = (((2,), (2,)), ((0,), (0,)))
+    return jax.lax.dot_general(a_BMK, b_BNK, dims, preferred_element_type=dtype)
 
 
 def _as_matrices(x: jax.Array, batch: Sequence[int], summed: Sequence[int]) -> jax.Array:
