@@ -53,6 +53,7 @@ MODELS = {
     "dense": {"init_std": 0.11},
     "dense, other values": {"init_std": 0.11},
     "small": {"num_layers": 2},
+    "one layer": {"num_layers": 1, "init_std": 0.11},
     "experts": {"moe": EXPERTS, "num_layers": 2},
     "experts, one layer": {"moe": EXPERTS, "num_layers": 1},
     "dropless": {
@@ -119,7 +120,7 @@ NIGHTLY = [
     ("fp8_rowwise", "dense, other values", "data=2,pipeline=4,microbatches=4"),
     ("fp8_block", "dense", "fsdp=4,tensor=2"),
     ("fp8_block", "experts", "expert=4,tensor=2"),
-    ("mxfp8", "dense", "data=2,tensor=4"),
+    ("mxfp8", "one layer", "data=2,tensor=4"),
     ("nvfp4", "dense", "data=2,fsdp=4"),
     ("int8", "dense", "data=2,fsdp=2,tensor=2"),
     ("int8", "experts", "expert=4,tensor=2"),
