@@ -92,7 +92,6 @@ PARTS = "expert=2,tensor=2,fsdp=2"
 QUICK = [
     ("drops", "data=2,expert=4,microbatches=4"),
     ("dropless", f"{PARTS},microbatches=4"),
-    ("drops by position, packed, shared, per sequence", f"{PARTS},microbatches=4"),
     ("GPT-OSS", PARTS),
 ]
 LAYOUTS = [
@@ -122,7 +121,11 @@ CASES = [
     ),
     *(
         pytest.param(feature, f"{PARTS},microbatches=4", marks=pytest.mark.nightly)
-        for feature in ("sinkhorn", "expert choice")
+        for feature in (
+            "drops by position, packed, shared, per sequence",
+            "sinkhorn",
+            "expert choice",
+        )
     ),
 ]
 

@@ -172,6 +172,7 @@ def test_offloaded_tensors_live_in_host_memory(compile_step):
     assert "S(5)" not in compile_step({"fsdp": 8}, remat="selective").hlo
 
 
+@pytest.mark.nightly
 def test_float32_logits_exist_for_one_chunk_only(compile_step):
     model = dataclasses.replace(BASE.model, vocab_size=64 * 1024)
     whole, chunked = (
