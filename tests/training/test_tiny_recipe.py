@@ -49,12 +49,12 @@ def test_experts_learn_no_less_than_their_dense_twin_at_even_loads(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [80, pytest.param(200, marks=pytest.mark.nightly)])
 def test_the_tiny_recipe_learns(tmp_path, steps):
-    """In all its steps more than a trigram model."""
+    """In 80 steps to half of a uniform guess, in all of them more than a trigram model."""
     config = load_recipe("tiny_gpt")[0]
     shown = launch("tiny_gpt", tmp_path, "--train.steps", str(steps))
     records = read_metrics(tmp_path / "metrics.jsonl")
     losses = [r["train/loss"] for r in records if "train/loss" in r]
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.5 * math.log(config.model.vocab_size)
     for file in ("loss.png", "config.json", "metrics.jsonl"):
         assert (tmp_path / file).stat().st_size > 0
     assert list((tmp_path / "tensorboard").iterdir())
