@@ -72,9 +72,9 @@ def changed(attention=(), train=(), packed=False, **model) -> Config:
     )
 
 
-def make_batch(config: Config) -> StepInput:
+def make_batch(config: Config, draw: int = 0) -> StepInput:
     """Random tokens; a third of the rows without any weight, the others unevenly weighted."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(draw)
     rows, seq = config.train.batch_size, config.train.seq_len
     ids = rng.integers(0, config.model.vocab_size, (rows, seq + 1)).astype(np.int32)
     weights = (rng.random((rows, seq)) < 0.7) * rng.random((rows, 1))
@@ -124,23 +124,35 @@ def put(tree, abstract):
     return jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), tree, abstract)
 
 
-def place(config: Config, text: str):
+def place(config: Config, text: str, draw: int = 0):
     """Config, mesh, setup, initial state and batch on that layout."""
     state = first_state(config)
     config, mesh, setup = on_layout(config, text)
-    batch = put(make_batch(config), abstract_batch(config, mesh))
+    batch = put(make_batch(config, draw), abstract_batch(config, mesh))
     return config, mesh, setup, put(state, setup.abstract), batch
 
 
 @functools.cache
 def first_gradients(config: Config, text: str):
     """Loss sums and gradients of the first step, on the host."""
+    return gradients_by_draw(config, text)(0)
+
+
+def gradients_by_draw(config: Config, text: str):
+    """From the draw of a batch to what first_gradients returns, compiled once."""
     config, mesh, setup, state, batch = place(config, text)
-    return jax.device_get(compute_gradients(config, mesh, setup, state.params, batch))
+    compiled = compile_gradients(config, mesh, setup, state.params, batch)
+
+    @functools.cache
+    def gradients(draw: int):
+        batch = put(make_batch(config, draw), abstract_batch(config, mesh))
+        return jax.device_get(compiled(state.params, batch))
+
+    return gradients
 
 
-def compute_gradients(config: Config, mesh, setup, params, batch):
-    """Loss sums and gradients of the first step, on the mesh."""
+def compile_gradients(config: Config, mesh, setup, params, batch):
+    """From parameters and batch to loss sums and gradients of the first step, on the mesh."""
 
     def run(params, batch):
         per_token = 1.0 / jnp.sum(batch.weights)
@@ -149,7 +161,7 @@ def compute_gradients(config: Config, mesh, setup, params, batch):
 
     with jax.set_mesh(mesh):
         lowered = jax.jit(run).lower(params, batch)
-        return lowered.compile(compiler_options=COMPILER_OPTIONS)(params, batch)
+        return lowered.compile(compiler_options=COMPILER_OPTIONS)
 
 
 @functools.cache
@@ -162,9 +174,9 @@ def _step(config: Config, text: str):
         return lowered.compile(compiler_options=COMPILER_OPTIONS)
 
 
-def run_steps(config: Config, text: str, steps: int, limits=NO_LIMITS, **state_changes):
+def run_steps(config: Config, text: str, steps: int, limits=NO_LIMITS, draw=0, **state_changes):
     """State and metrics after some whole steps on the same batch, compiled once."""
-    _, _, setup, state, batch = place(config, text)
+    _, _, setup, state, batch = place(config, text, draw)
     state = put(state._replace(**state_changes), setup.abstract)
     step = _step(config, text)
     for _ in range(steps):
@@ -197,8 +209,12 @@ def assert_close(got, expected, tolerance):
 
 def assert_gradients_are_those_of_one_device(config: Config, text: str, tolerance=TOLERANCE):
     """Loss sums and every gradient leaf."""
-    sums, gradients = first_gradients(config, text)
-    expected_sums, expected_gradients = first_gradients(config, "data=1")
+    assert_same(first_gradients(config, text), first_gradients(config, "data=1"), tolerance)
+
+
+def assert_same(got, expected, tolerance=TOLERANCE):
+    """Loss sums and every gradient leaf."""
+    (sums, gradients), (expected_sums, expected_gradients) = got, expected
     for ours, theirs in zip(jax.tree.leaves(sums), jax.tree.leaves(expected_sums), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=tolerance)
     assert_close(gradients, expected_gradients, tolerance)

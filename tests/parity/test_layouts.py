@@ -121,10 +121,11 @@ def drawn(seed: int):
     bias = pick([True, False])
     remat = pick(["none", "selective", "full"])
     dropout = pick([0.0, 0.1])
+    num_layers = pick([1, 2, 3])
     config = changed(
         {
             "num_kv_heads": pick([8, 16]),
-            "windows": pick([(), (3,), (0, 7)]),
+            "windows": pick([(), (3,), (0, 7)])[:num_layers],
             "logit_softcap": pick([None, 1.5]),
             "qkv_bias": bias,
             "out_bias": bias,
@@ -144,7 +145,7 @@ def drawn(seed: int):
         mlp_bias=bias,
         tied_embeddings=pick([True, False]),
         logit_softcap=pick([None, 2.0]),
-        num_layers=pick([1, 2, 3]),
+        num_layers=num_layers,
         **pick([{}, {"position": "learned", "max_positions": SEQ + 3}]),
         **pick([{}, {"post_norm": True}, {"parallel_residual": True}]),
     )

@@ -35,7 +35,7 @@ def main() -> None:
 
     from mtjax.training.state import create_state
     from mtjax.training.step import abstract_batch
-    from tests.parity.layouts import by_name, compute_gradients, make_batch, on_layout
+    from tests.parity.layouts import by_name, compile_gradients, make_batch, on_layout
     from tests.parity.test_combinations import FEATURES
 
     config, mesh, setup = on_layout(FEATURES[FEATURE], LAYOUT)
@@ -45,7 +45,8 @@ def main() -> None:
         make_batch(config),
         abstract_batch(config, mesh),
     )
-    found = process_allgather(compute_gradients(config, mesh, setup, params, batch)[1], tiled=True)
+    compiled = compile_gradients(config, mesh, setup, params, batch)
+    found = process_allgather(compiled(params, batch)[1], tiled=True)
     if jax.process_index() == 0:
         np.savez(FILE, **by_name(found))
 
