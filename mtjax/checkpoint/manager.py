@@ -157,8 +157,12 @@ class Checkpointer:
         has to match. Raises as `restore`.
         """
         step = self._existing(self.step_to_resume() if step is None else step)
-        self._compare_manifest(step, abstract_params, key + "/", only="config.model")
+        self.check_params(step, abstract_params, key)
         return self._read(step, abstract_params, key + "/", partial=True)
+
+    def check_params(self, step: int, abstract_params: Any, key: str = "params") -> None:
+        """Raises CheckpointMismatch where `restore_params` would for the config of the model."""
+        self._compare_manifest(step, abstract_params, key + "/", only="config.model")
 
     def saved_config(self, step: int) -> Mapping[str, Any]:
         """The config that `step` was saved with, as nested plain values."""

@@ -94,9 +94,9 @@ class Trainer:
         self.start_step = self.checkpointer.step_to_resume()
         self.resize_source = None
         if self.start_step is None and config.checkpoint.resize_from:
-            self.resize_source = open_source(config)
+            self.resize_source = open_source(self.config, self.mesh)
         if self.start_step is None and config.checkpoint.upcycle_from:
-            check_source(config)
+            check_source(self.config, self.mesh)
         self.setup = make_setup(self.config, self.mesh)
         self.fallen: list[int] = []
         if self.start_step is not None:

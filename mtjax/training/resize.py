@@ -7,7 +7,6 @@ most tokens choose (Lu et al. 2024, arXiv 2402.14800, compare it with other choi
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mtjax.checkpoint.manager import Checkpointer
-from mtjax.checkpoint.manifest import build_manifest, compare
 from mtjax.config import Config
 from mtjax.config.check import require, require_defaults
-from mtjax.config.checkpoint import CheckpointConfig
 from mtjax.config.moe import MoeConfig
 from mtjax.layers.init import normal
 from mtjax.parallel.stack import Params
@@ -28,7 +24,7 @@ from mtjax.training import routers
 from mtjax.training.feed import Feed
 from mtjax.training.state import Setup, make_setup
 from mtjax.training.step import StepInput, abstract_batch, evaluation_sums
-from mtjax.training.upcycle import NEWEST, require_run
+from mtjax.training.upcycle import open_model, require_run
 
 NAME = "checkpoint.resize_from"
 KEPT = (
@@ -46,51 +42,47 @@ KEPT = (
 
 
 class Source(NamedTuple):
-    """The checkpoint that a model is resized from."""
+    """The checkpoint that a model is resized from, in the folder of its run; the config with its
+    experts, on a mesh that they fit, and what comes of these."""
 
-    folder: Path
+    folder: str
     step: int
-    moe: MoeConfig
+    config: Config
+    mesh: Mesh
+    setup: Setup
 
 
-def open_source(config: Config) -> Source:
+def open_source(config: Config, mesh: Mesh) -> Source:
     """The newest checkpoint of checkpoint.resize_from, once it is known to fit. Reads no array.
 
     Raises:
         ValueError: there is none, or its experts can't become those of `config`.
         CheckpointMismatch: the models differ in more than their experts.
     """
-    require_run(NAME, config.checkpoint.resize_from)
-    folder = Path(config.checkpoint.resize_from) / "checkpoints"
-    reader = Checkpointer(folder, NEWEST, {})
+    folder = config.checkpoint.resize_from
+    require_run(NAME, folder)
+    reader = open_model(folder, config)
     step = reader.latest_step()
     assert step is not None
-    saved = reader.saved_config(step)
-    source = Source(folder, step, _experts_of(saved, folder))
-    _check_experts(source, config.model.moe)
-    if config.model.moe.num_experts < source.moe.num_experts:
+    moe = _experts_of(reader.saved_config(step), folder)
+    _check_experts(moe, config)
+    if config.model.moe.num_experts < moe.num_experts:
         condition = f"there are fewer experts than in {NAME}, so none is copied"
         require_defaults(config.checkpoint, "checkpoint", ["resize_noise"], condition)
-    compare(
-        {"config": saved},
-        _manifest(_before(config, source)),
-        where=f"step {step} of {NAME}",
-        allow=config.checkpoint.allow_changes,
-        only="config.model",
-    )
-    return source
+    # Fewer experts than devices that share them: until they are resized, expert is a second fsdp,
+    # and so is the pipeline, whose stages would each see a part of the layers only.
+    sizes = config.mesh
+    shards = sizes.fsdp * sizes.expert * sizes.pipeline
+    whole = dataclasses.replace(sizes, fsdp=shards, expert=1, pipeline=1)
+    model = dataclasses.replace(config.model, moe=moe)
+    before = dataclasses.replace(config, model=model, mesh=whole)
+    mesh = make_mesh(whole, mesh.devices.reshape(-1))
+    setup = make_setup(before, mesh)
+    open_model(folder, before).check_params(step, setup.abstract.params)
+    return Source(folder, step, before, mesh, setup)
 
 
-def _before(config: Config, source: Source) -> Config:
-    """The config with the experts of `source`."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, moe=source.moe))
-
-
-def _manifest(config: Config) -> dict[str, Any]:
-    return build_manifest(dataclasses.asdict(config), config.mesh.sizes)
-
-
-def _experts_of(saved: Mapping[str, Any], folder: Path) -> MoeConfig:
+def _experts_of(saved: Mapping[str, Any], folder: str) -> MoeConfig:
     """The settings of experts in a saved config."""
     try:
         return MoeConfig(**saved["model"]["moe"])
@@ -101,12 +93,13 @@ def _experts_of(saved: Mapping[str, Any], folder: Path) -> MoeConfig:
         ) from error
 
 
-def _check_experts(source: Source, moe: MoeConfig) -> None:
-    before, after = source.moe.num_experts, moe.num_experts
+def _check_experts(source: MoeConfig, config: Config) -> None:
+    moe = config.model.moe
+    before, after = source.num_experts, moe.num_experts
     require(
         before > 0,
         NAME,
-        str(source.folder.parent),
+        config.checkpoint.resize_from,
         "a run with experts",
         "start from a dense one with checkpoint.upcycle_from",
     )
@@ -125,7 +118,7 @@ def _check_experts(source: Source, moe: MoeConfig) -> None:
         f"take {before * round(after / before)}",
     )
     for name in KEPT:
-        was = getattr(source.moe, name)
+        was = getattr(source, name)
         fix = "only the number of experts and how tokens reach them may change"
         require(
             getattr(moe, name) == was,
@@ -142,19 +135,10 @@ def resized(
     """Parameters of `config`'s model from those of `source`, and a report with losses on the next
     checkpoint.resize_batches of `feed`, which stays where it is.
     """
-    # Fewer experts than devices that share them: until they are resized, expert is a second fsdp,
-    # and so is the pipeline, whose stages would each see a part of the layers only.
-    sizes = config.mesh
-    shards = sizes.fsdp * sizes.expert * sizes.pipeline
-    whole = dataclasses.replace(sizes, fsdp=shards, expert=1, pipeline=1)
-    old = dataclasses.replace(_before(config, source), mesh=whole)
-    old_mesh = make_mesh(whole, mesh.devices.reshape(-1))
-    old_setup = make_setup(old, old_mesh)
-    allowed = CheckpointConfig(allow_changes=config.checkpoint.allow_changes)
-    reader = Checkpointer(source.folder, allowed, _manifest(old))
-    params = reader.restore_params(old_setup.abstract.params, source.step)
+    reader = open_model(source.folder, source.config)
+    params = reader.restore_params(source.setup.abstract.params, source.step)
     batches = _next_batches(feed, config.checkpoint.resize_batches)
-    before, loads = _measure(old, old_mesh, old_setup, params, batches)
+    before, loads = _measure(source.config, source.mesh, source.setup, params, batches)
     chosen = jax.tree.map(lambda load: choose(load, config.model.moe.num_experts), loads)
     key = jax.random.key(config.train.seed)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.params)
@@ -165,13 +149,14 @@ def resized(
         )
         params = resize(params)
     after, _ = _measure(config, mesh, setup, params, batches)
+    num_before, num_after = (c.model.moe.num_experts for c in (source.config, config))
     count = f"{len(batches)} batch{'es' if len(batches) > 1 else ''}"
     lines = [
-        f"experts: {source.moe.num_experts} -> {config.model.moe.num_experts} in each layer, from "
-        f"step {source.step} of {source.folder.parent}",
+        f"experts: {num_before} -> {num_after} in each layer, from step {source.step} of "
+        f"{source.folder}",
         f"loss over {count}: {before:.4f} nats/token before, {after:.4f} after",
     ]
-    if config.model.moe.num_experts < source.moe.num_experts:
+    if num_after < num_before:
         lines += _describe(loads, chosen)
     return params, "\n  ".join(lines)
 

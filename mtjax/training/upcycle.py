@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mtjax.checkpoint.manager import Checkpointer
-from mtjax.checkpoint.manifest import build_manifest, compare
+from mtjax.checkpoint.manifest import build_manifest
 from mtjax.config import Config
 from mtjax.config.check import require
 from mtjax.config.checkpoint import CheckpointConfig
@@ -32,7 +32,7 @@ def require_run(name: str, folder: str) -> None:
     """
     saved = Path(folder) / "checkpoints"
     require(
-        saved.is_dir() and Checkpointer(saved, NEWEST, {}).latest_step() is not None,
+        saved.is_dir() and Checkpointer(saved, CheckpointConfig(), {}).latest_step() is not None,
         name,
         folder,
         "the folder of a run that saved a checkpoint",
@@ -40,7 +40,7 @@ def require_run(name: str, folder: str) -> None:
     )
 
 
-def check_source(config: Config) -> None:
+def check_source(config: Config, mesh: Mesh) -> None:
     """Check the run of checkpoint.upcycle_from before anything is compiled. Reads no array.
 
     Raises:
@@ -50,11 +50,11 @@ def check_source(config: Config) -> None:
     """
     name, folder = "checkpoint.upcycle_from", config.checkpoint.upcycle_from
     require_run(name, folder)
-    reader = Checkpointer(Path(folder) / "checkpoints", NEWEST, {})
+    dense = dataclasses.replace(config, model=_dense(config.model))
+    reader = open_model(folder, dense)
     step = reader.latest_step()
     assert step is not None
-    saved = reader.saved_config(step)
-    model = saved.get("model", {})
+    model = reader.saved_config(step).get("model", {})
     require(
         not model.get("moe", {}).get("num_experts"),
         name,
@@ -69,19 +69,19 @@ def check_source(config: Config) -> None:
         f"{model.get('ffn_dim')}, as in {name}, whose feed-forward parts the experts copy",
         "set it so",
     )
-    compare(
-        {"config": saved},
-        build_manifest(dataclasses.asdict(_twin(config)), config.mesh.sizes),
-        where=f"step {step} of {name}",
-        allow=config.checkpoint.allow_changes,
-        only="config.model",
-    )
+    reader.check_params(step, make_setup(dense, mesh).abstract.params)
 
 
-def _twin(config: Config) -> Config:
-    """The same without experts, reading the newest checkpoint."""
-    model = dataclasses.replace(config.model, moe=MoeConfig())
-    return dataclasses.replace(config, model=model, checkpoint=NEWEST)
+def open_model(folder: str, config: Config) -> Checkpointer:
+    """To read, from the run in `folder`, the newest parameters of config's model, whose changes
+    may be those that checkpoint.allow_changes names."""
+    newest = CheckpointConfig(allow_changes=config.checkpoint.allow_changes)
+    manifest = build_manifest(dataclasses.asdict(config), config.mesh.sizes)
+    return Checkpointer(Path(folder) / "checkpoints", newest, manifest)
+
+
+def _dense(model: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(model, moe=MoeConfig())
 
 
 def upcycled(config: Config, mesh: Mesh, setup: Setup, fresh: Params) -> Params:
@@ -91,11 +91,9 @@ def upcycled(config: Config, mesh: Mesh, setup: Setup, fresh: Params) -> Params:
         FileNotFoundError: no checkpoint there.
         CheckpointMismatch: it is not of the same model without experts.
     """
-    dense = _twin(config)
-    manifest = build_manifest(dataclasses.asdict(dense), config.mesh.sizes)
-    folder = Path(config.checkpoint.upcycle_from) / "checkpoints"
+    dense = dataclasses.replace(config, model=_dense(config.model))
     abstract = make_setup(dense, mesh).abstract.params
-    params = Checkpointer(folder, NEWEST, manifest).restore_params(abstract)
+    params = open_model(config.checkpoint.upcycle_from, dense).restore_params(abstract)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.params)
     with jax.set_mesh(mesh):
         grow = jax.jit(
@@ -105,13 +103,9 @@ def upcycled(config: Config, mesh: Mesh, setup: Setup, fresh: Params) -> Params:
         return grow(params, fresh)
 
 
-NEWEST = CheckpointConfig()
-"""How the dense checkpoint is looked for: the newest one."""
-
-
 def with_experts(model: ModelConfig, dense: Params, fresh: Params) -> Params:
     """The parameters of `model` made of those of its dense twin, routers as in `fresh`."""
-    twin = dataclasses.replace(model, moe=MoeConfig())
+    twin = _dense(model)
     layers: list[Any] = [None] * model.num_layers
     for i, group in enumerate(block_groups(twin)):
         for position in range(len(group.unit)):

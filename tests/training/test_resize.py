@@ -185,7 +185,8 @@ def test_a_pruned_run_starts_with_the_experts_that_its_report_names(source, tmp_
         ({"model__moe__num_experts": 6}, "a multiple of the 4 .*; take 8"),
         ({"model__moe__router": "sigmoid"}, "model.moe.router: got 'sigmoid', expected 'softmax'"),
         ({"model__moe__shared_ffn_dim": 8}, "model.moe.shared_ffn_dim: got 8, expected 0"),
-        ({"model__norm_epsilon": 1e-3}, "norm_epsilon"),
+        ({"model__norm_epsilon": 1e-3}, r"(?s)norm_epsilon: .*accept the change with"),
+        ({"model__embed_dim": 24}, r"(?s)embed_dim: .*can't be allowed"),
     ],
 )
 def test_experts_that_do_not_come_of_those_before_are_refused(

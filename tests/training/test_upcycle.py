@@ -79,12 +79,15 @@ def test_another_dense_model_is_refused_by_name(tmp_path, monkeypatch):
     run(tiny(tmp_path / "dense", train__steps=1))
     config = tiny(
         tmp_path / "experts",
+        train__steps=1,
         model__norm_epsilon=1e-3,
         checkpoint__upcycle_from=str(tmp_path / "dense"),
         **EXPERTS,
     )
-    with pytest.raises(CheckpointMismatch, match="norm_epsilon"):
+    with pytest.raises(CheckpointMismatch, match=r"(?s)norm_epsilon: .*accept the change with"):
         Trainer(config).run()
+    allowed = dataclasses.replace(config.checkpoint, allow_changes=("model.norm_epsilon",))
+    assert run(dataclasses.replace(config, checkpoint=allowed)).step == 1
 
 
 @pytest.mark.parametrize(
