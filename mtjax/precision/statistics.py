@@ -7,10 +7,11 @@ as the next of them: as the largest values of f8 formats are such numbers too, a
 power of two comes out the same as from the magnitude itself.
 
 A kernel's record is an array [3 SIZE] of floats, for x, w and g in turn (see
-`mtjax.precision.recipe`): the histogram, then underflow and saturation ratios of each report, added
-up, and the number of reports.
+`mtjax.precision.recipe`): the histogram, then how many values underflow, saturate and are not zero.
+Zeros don't count: how many rows are padding depends on the layout.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -32,12 +33,13 @@ def report(recipe: Recipe, spec: Spec, x: jax.Array, rounded: Quantized) -> jax.
     histogram = _histogram(jnp.max(magnitude))
     if not recipe.counted:
         return jnp.concatenate([histogram, jnp.zeros(3)])
-    underflow = jnp.mean((magnitude > 0) & (rounded.values == 0), dtype=jnp.float32)
+    count = partial(jnp.sum, dtype=jnp.float32)
+    underflow = count((magnitude > 0) & (rounded.values == 0))
     saturation = jnp.float32(0)  # a scale that the values themselves gave reaches all of them
     if recipe.delayed:
         limit = no_dims_of_one(rounded.scale) * spec.format.largest
-        saturation = jnp.mean(magnitude > limit, dtype=jnp.float32)
-    return jnp.concatenate([histogram, jnp.stack([underflow, saturation, jnp.float32(1)])])
+        saturation = count(magnitude > limit)
+    return jnp.concatenate([histogram, jnp.stack([underflow, saturation, count(magnitude > 0)])])
 
 
 def _histogram(largest: jax.Array) -> jax.Array:
@@ -52,9 +54,9 @@ class Statistics(NamedTuple):
     amax: jax.Array
     """Largest magnitude, rounded up to four significant bits; 2^-64 of zeros, 0 of no report."""
     underflow: jax.Array
-    """Share of the values, mean over the reports, that are not zero but were rounded to it."""
+    """Share of the values other than zero that were rounded to it."""
     saturation: jax.Array
-    """Share of the values that were beyond the range."""
+    """Share of the values other than zero that were beyond the range."""
 
 
 def read(record: jax.Array) -> Statistics:

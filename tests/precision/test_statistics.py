@@ -54,18 +54,20 @@ def test_a_sum_of_records_is_the_record_of_all(values, cut):
 def test_values_that_vanish_and_values_beyond_the_range_are_counted():
     x = [1.0, 1e-5, 0.0, 500.0, -1000.0, 2.0, 3.0, 4.0]
     found = read(record_of(x, DELAYED, jnp.float32(1.0)))
-    assert float(found.underflow[0]) == 1 / 8
-    assert float(found.saturation[0]) == 2 / 8
+    assert float(found.underflow[0]) == pytest.approx(1 / 7)
+    assert float(found.saturation[0]) == pytest.approx(2 / 7)
     # A scale from the values at hand reaches all of them, and is larger: 1000 / 448 -> 4.
     found = read(record_of([*x[:-2], 0.003, 0.005], CURRENT))
     assert float(found.saturation[0]) == 0
-    assert float(found.underflow[0]) == 2 / 8
+    assert float(found.underflow[0]) == pytest.approx(2 / 7)
 
 
-def test_ratios_are_means_over_the_reports():
+def test_ratios_are_those_of_all_values_together_and_zeros_change_nothing():
     one = jnp.float32(1)
-    parts = record_of([1.0, 1e-5], DELAYED, one) + record_of([1.0, 2.0], DELAYED, one)
-    assert float(read(parts).underflow[1]) == 1 / 4
+    parts = record_of([1.0, 1e-5], DELAYED, one) + record_of([2.0, 3.0, 900.0], DELAYED, one)
+    padded = parts + record_of([0.0, 0.0, 0.0], DELAYED, one)
+    for found in (read(parts), read(padded)):
+        assert float(found.underflow[1]) == float(found.saturation[1]) == pytest.approx(1 / 5)
 
 
 def test_without_a_report_there_is_no_largest_value_and_zeros_have_a_small_one():
