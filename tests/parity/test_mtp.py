@@ -147,7 +147,7 @@ def test_an_evaluation_in_a_pipeline_is_of_the_model_alone():
     "optimizer",
     # An optimizer that divides each entry by its own size makes a step of what is rounding only:
     # here entries of 2e-9, of gradients of 4e-3. So none that does, and beside Muon, where Adam
-    # moves the norms, an epsilon above them. A rate at which moves stand out of rounding in weights.
+    # moves the norms, an epsilon above them. The rate lifts moves out of the rounding of weights.
     [OptimizerConfig(name="sgd", learning_rate=0.3), OptimizerConfig(name="muon", epsilon=1e-6)],
     ids=["sgd", "muon"],
 )
