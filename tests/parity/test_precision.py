@@ -1,12 +1,9 @@
 """Quantised products on every layout: loss and gradients are those of one device.
 
 Activations are float32 here, as in all tests of parity, so that sums over devices differ in their
-last places only. Scales that are powers of two are the same then. A sum within float32 rounding of
-a tie is rounded to its other neighbour on another layout, and gradients differ by 1e-4 to 5e-2;
-without one they differ by 1e-7 to 1e-6. So a case is tried on further batches until one meets no
-tie; all of it must agree there to the tolerance of float32. A fault shows on every batch. Integers
-have scales that are no powers of two: a scale that differs in its last place moves every value by
-as much, and some over a tie.
+last places only. Scales that are powers of two are the same then, and of several batches one must
+agree to the tolerance of float32 (`assert_without_a_tie`). Integers have scales that are no powers
+of two: a scale that differs in its last place moves every value by as much, and some over a tie.
 """
 
 import dataclasses
@@ -23,6 +20,7 @@ from tests.parity.layouts import (
     TOLERANCE,
     assert_close,
     assert_same,
+    assert_without_a_tie,
     by_name,
     changed,
     first_gradients,
@@ -31,7 +29,6 @@ from tests.parity.layouts import (
     run_steps,
 )
 
-DRAWS = 20
 on_one_device = functools.cache(lambda config: gradients_by_draw(config, "data=1"))
 
 FLOAT32 = QuantizeConfig(compute="fp32")
@@ -54,17 +51,6 @@ def latent(mla, **settings):
 def model(precision, quantize=FLOAT32, **settings):
     plain = changed(**({"num_layers": 4} | settings))
     return dataclasses.replace(plain, precision=precision, quantize=quantize)
-
-
-def assert_without_a_tie(compare):
-    """compare(draw) holds on one of the first batches."""
-    differences = []
-    for draw in range(DRAWS):
-        try:
-            return compare(draw)
-        except AssertionError as error:
-            differences.append(f"batch {draw}: {str(error).strip()}")
-    raise AssertionError("\n".join(differences))
 
 
 MODELS = {
