@@ -50,6 +50,6 @@ def test_latents_are_gathered_over_tensor_and_not_the_residual_stream(summary):
     def total(collectives):
         return sum(c.output_bytes * c.executions for c in collectives)
 
-    latents = [c for c in forward if "_latent" in c.op_name]
+    latents = [c for c in forward if "/attention/" in c.op_name]
     assert total(latents) == LAYERS * tokens * (128 + 192 + 32) * BF16
     assert total(forward) - total(latents) == LAYERS * tokens * EMBED * BF16
