@@ -103,7 +103,8 @@ def compare(
 
     `where` names the checkpoint, `allow` holds dotted config prefixes the user accepts, `only`
     restricts what must match to one dotted prefix. Raises CheckpointMismatch with every difference
-    that must not be; the text offers to allow them if the stored arrays `fits` this config.
+    that must not be; the text offers to allow them if the stored arrays `fits` this config, without
+    which what was allowed is refused too.
     Raises ValueError when `allow` names a field that neither config has.
     """
     names_allowed = check_allowed(allow, saved, current)
@@ -118,10 +119,11 @@ def compare(
             accepted.append(f"{shown}: {change} (allowed)")
             free = True
         (harmless if free else fatal).append((shown, f"{shown}: {change}"))
-    if fatal:
+    fitting = not (fatal or accepted) or fits()
+    if fatal or not fitting:
         names = " ".join([*names_allowed, *(name for name, _ in fatal)])
         fix = "Use the checkpoint's values, start a new run with another --run.directory"
-        if fits():
+        if fitting:
             fix += f", or accept the change with --checkpoint.allow-changes {names}"
         else:
             fix = fix.replace(", start", " or start") + (

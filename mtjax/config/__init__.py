@@ -221,7 +221,7 @@ def _check_quantization(config: Config) -> None:
         "name layers of this model that quantize.first_bf16_layers and last_bf16_layers leave",
     )
     kept = len(quantize.kept_layers(num_layers))
-    kept_name = "quantize: layers in bf16"
+    kept_name = "layers in bf16 of quantize.first_bf16_layers, last_bf16_layers and bf16_layers"
     require(
         kept < num_layers,
         kept_name,

@@ -11,7 +11,7 @@ Mode = Literal["auto", "bar", "lines", "off"]
 
 def format_count(value: float) -> str:
     """`value` with a decimal prefix: 950, 12.3k, 4.56M."""
-    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, suffix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{suffix}"
     return f"{value:.3g}"

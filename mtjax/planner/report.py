@@ -63,6 +63,8 @@ class LayoutPart:
     params: int
     """Trainable parameters, padding left out."""
     active_params: int
+    mtp_params: int
+    """In modules of multi-token prediction, which are not in `params`."""
     """Of these, what one token uses: all but the experts it is not sent to."""
     padding_params: int
     """Entries that pad the vocabulary."""
@@ -208,7 +210,7 @@ def make_plan(
 
 def _layout(step: StepProgram) -> LayoutPart:
     model = step.config.model
-    params = count_params(model) + count_mtp_params(model)
+    params, mtp_params = count_params(model), count_mtp_params(model)
     return LayoutPart(
         mesh={axis: size for axis, size in step.program.mesh_shape.items() if size > 1},
         num_devices=step.program.num_devices,
@@ -216,7 +218,8 @@ def _layout(step: StepProgram) -> LayoutPart:
         pipeline=_pipeline(step.config),
         params=params,
         active_params=count_active_params(model),
-        padding_params=sum(row.count for row in step.param_rows) - params,
+        mtp_params=mtp_params,
+        padding_params=sum(row.count for row in step.param_rows) - params - mtp_params,
         params_per_device=sum(row.per_device for row in step.param_rows),
         rows=step.param_rows,
     )

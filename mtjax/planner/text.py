@@ -73,6 +73,7 @@ def _layout(plan: Plan) -> str:
         f"Layout: {mesh} on {layout.num_devices} devices, {layout.microbatches} microbatches\n"
         f"  {layout.params:,} parameters"
         f"{f' ({layout.active_params:,} active)' if layout.active_params != layout.params else ''}"
+        f"{f', {layout.mtp_params:,} that predict further tokens' if layout.mtp_params else ''}"
         f"{f' and {layout.padding_params:,} of padding' if layout.padding_params else ''}, "
         f"{layout.params_per_device:,} per device as layers use them\n"
         + ("  masters and optimizer state are also split over data\n" if data else "")

@@ -110,7 +110,8 @@ def test_a_change_of_the_arrays_is_not_offered_to_be_allowed():
     with pytest.raises(CheckpointMismatch) as error:
         compare(changed(), changed(model={"embed_dim": 32}), where="it", fits=lambda: False)
     assert "model.embed_dim: 64 -> 32" in str(error.value)
-    assert "--checkpoint.allow_changes" not in str(error.value)
+    assert "can't be allowed" in str(error.value)
+    assert "--checkpoint.allow-changes" not in str(error.value)
 
 
 def test_what_was_allowed_already_is_part_of_the_offer():
@@ -125,6 +126,15 @@ def test_an_allowed_change_is_named_where_the_arrays_do_not_fit():
     with pytest.raises(CheckpointMismatch) as error:
         compare(changed(), current, where="it", allow=["model"], fits=lambda: False)
     assert "train.seed: 0 -> 1\n  model.embed_dim: 64 -> 32 (allowed)" in str(error.value)
+    # Nor may it stay where nothing else differs.
+    with pytest.raises(CheckpointMismatch, match=r"(?s)64 -> 32 \(allowed\).*can't be allowed"):
+        compare(
+            changed(),
+            changed(model={"embed_dim": 32}),
+            where="it",
+            allow=["model"],
+            fits=lambda: False,
+        )
 
 
 def test_a_value_that_json_cannot_hold_is_refused():

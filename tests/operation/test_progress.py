@@ -68,7 +68,8 @@ def test_durations_are_for_people(seconds, text):
 
 
 def test_counts_have_decimal_prefixes():
-    assert [format_count(value) for value in (950, 12345, 4.56e6)] == ["950", "12.3k", "4.56M"]
+    shown = {950: "950", 12345: "12.3k", 4.56e6: "4.56M", 2.7e16: "27P"}
+    assert {value: format_count(value) for value in shown} == shown
 
 
 def test_control_characters_are_written_out_and_text_stays():

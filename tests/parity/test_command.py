@@ -1,5 +1,6 @@
-"""What `launch.py parity` refuses before it computes anything."""
+"""What `launch.py parity` refuses before it computes anything, and how it compares."""
 
+import numpy as np
 import pytest
 
 from mtjax.config.mesh import parse_layout
@@ -26,3 +27,21 @@ def test_a_mesh_that_does_not_fit_is_refused_before_the_reference_runs(tmp_path,
     layouts = [parse_layout("fsdp=2"), parse_layout(layout)]
     with pytest.raises(ValueError, match=message):
         module.parity(tiny(tmp_path), layouts, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "error", "worst"),
+    [
+        ([[1.0, 2.0]], 0.0, "b"),
+        ([[1.0, 3.0]], 0.5, "b"),
+        ([[9.0, 9.0], [1.1, 2.0]], 0.1, "a"),
+        ([[np.nan, 2.0]], np.inf, "a"),
+    ],
+)
+def test_gradients_are_compared_leaf_by_leaf_on_the_batch_that_agrees_best(gradients, error, worst):
+    def ran(batches):
+        trees = [{"a": np.array([a]), "b": np.array([b])} for a, b in batches]
+        return module.LayoutRun({}, trees, [1.0], [1.0])
+
+    found = module.compare(ran([[1.0, 2.0]] * len(gradients)), ran(gradients), 1e-5)
+    assert found.gradient == pytest.approx(error) and found.worst == worst
