@@ -8,7 +8,7 @@ already is not repeated, and an interrupted one goes on where it was saved.
     python benchmarks/precision_curves.py --precisions bf16 fp8 --seeds 0 --steps 2000 \
         --batch-size 4 --directory runs/precision_long --picture docs/images/precision_long.svg
 
-About 50 minutes of one core, and 15 of the second, longer one.
+About 70 minutes of one core, and 15 of the second, longer one.
 """
 
 import argparse
