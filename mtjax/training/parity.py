@@ -145,7 +145,7 @@ def _worst_leaf(gradients: Any, others: Any, zero_ratio: float) -> tuple[float, 
     for (path, ours), theirs in zip(expected, jax.tree.leaves(others), strict=True):
         norm = float(np.linalg.norm(ours))
         scale = largest if norm < zero_ratio * largest else norm
-        leaf_error = float(np.nan_to_num(np.linalg.norm(ours - theirs) / scale, nan=np.inf))
+        leaf_error = _no_nan(np.linalg.norm(ours - theirs) / scale)
         if leaf_error >= error:
             worst = jax.tree_util.keystr(path, simple=True, separator=".")
             error = leaf_error
@@ -153,7 +153,13 @@ def _worst_leaf(gradients: Any, others: Any, zero_ratio: float) -> tuple[float, 
 
 
 def _relative(expected: list[float], got: list[float]) -> float:
-    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(expected, got, strict=True))
+    pairs = zip(expected, got, strict=True)
+    return _no_nan(np.max([abs(a - b) / max(abs(a), 1e-12) for a, b in pairs]))
+
+
+def _no_nan(difference: Any) -> float:
+    """NaN agrees with nothing, as no comparison with it says."""
+    return float(np.nan_to_num(difference, nan=np.inf))
 
 
 def parity(config: Config, layouts: Sequence[Layout], steps: int, tolerance: float | None) -> int:

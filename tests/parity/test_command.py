@@ -45,3 +45,10 @@ def test_gradients_are_compared_leaf_by_leaf_on_the_batch_that_agrees_best(gradi
 
     found = module.compare(ran([[1.0, 2.0]] * len(gradients)), ran(gradients), 1e-5)
     assert found.gradient == pytest.approx(error) and found.worst == worst
+
+
+@pytest.mark.parametrize("name", ["losses", "grad_norms"])
+def test_a_step_that_is_nan_on_one_layout_is_no_agreement(name):
+    reference = module.LayoutRun({}, [{"a": np.ones(1)}], [1.0, 1.0], [1.0, 1.0])
+    found = module.compare(reference, reference._replace(**{name: [1.0, np.nan]}), 1e-5)
+    assert max(found.loss, found.grad_norm) == np.inf
