@@ -39,7 +39,8 @@ def compilation_cache(tmp_path_factory):
 @pytest.fixture(scope="session")
 def h200_mesh():
     """make(**axis_sizes): a mesh over one H200 host per 8 devices; skips without the plugin."""
-    compile_module = pytest.importorskip("mtjax.planning.compile")
+    from mtjax.planning import compile as compile_module
+
     missing = compile_module.cuda_plugin_missing()
     if missing:
         pytest.skip(missing)

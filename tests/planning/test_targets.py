@@ -1,5 +1,6 @@
 """GPU facts, target names and the peaks that MFU refers to."""
 
+import jax.numpy as jnp
 import pytest
 
 from mtjax.planning.targets import GPUS, find_gpu, parse_target, peak_flops, target_config_text
@@ -41,7 +42,6 @@ def test_peaks_are_the_dense_rates_of_the_data_sheets(kind, dtype, tflops):
 
 
 def test_dtypes_may_be_given_as_jax_objects():
-    jnp = pytest.importorskip("jax.numpy")
     assert peak_flops("NVIDIA H200", jnp.bfloat16) == 989e12
     assert peak_flops("NVIDIA H200", jnp.dtype("bfloat16")) == 989e12
     assert peak_flops("NVIDIA H200", jnp.float32) == 67e12

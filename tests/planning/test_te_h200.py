@@ -20,6 +20,7 @@ from tests.planning.test_precision_h200 import (
     SEQ,
     assert_what_is_gathered_has_8_bits,
 )
+from tests.precision import stand_in
 
 
 @pytest.fixture
@@ -27,10 +28,7 @@ def hopper(monkeypatch, h200_mesh):
     """TransformerEngine, told that it runs on a Hopper GPU."""
     te.library.cache_clear()
     monkeypatch.delenv("NVTE_JAX_CUSTOM_CALLS", raising=False)
-    try:
-        te.library()
-    except Exception as error:
-        pytest.skip(f"TransformerEngine is not installed: {error}")
+    stand_in.skip_without_the_real_one()
     name = "get_device_compute_capability"
     for module in [m for n, m in sys.modules.items() if n.startswith("transformer_engine")]:
         if hasattr(module, name):

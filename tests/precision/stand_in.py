@@ -3,6 +3,7 @@ its documentation and in plain arithmetic, so that calls can be tested where it 
 
 import dataclasses
 import enum
+import importlib.util
 import sys
 import types
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mtjax.precision import te
 
@@ -85,3 +87,10 @@ def _modules() -> dict[str, types.ModuleType]:
     quantize = found["transformer_engine.jax.quantize"]
     quantize.ScaledTensorFactory, quantize.ScalingMode = ScaledTensorFactory, ScalingMode
     return found
+
+
+def skip_without_the_real_one():
+    """One that is installed and can't be loaded fails instead."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("TransformerEngine, the extra te, is not installed")
+    te.library()

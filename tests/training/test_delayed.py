@@ -83,7 +83,7 @@ def test_a_run_starts_with_scales_from_its_first_batch_and_resumes_bit_for_bit(t
     assert_same(resumed, straight)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_another_recipe_starts_with_new_scales_and_says_so(tmp_path, capsys):
     run(delayed(tmp_path, train__steps=1))
     longer = {"train__steps": 2, "quantize__amax_history": 5}
@@ -98,7 +98,7 @@ def test_another_recipe_starts_with_new_scales_and_says_so(tmp_path, capsys):
     assert not any(name.startswith("delayed") for name in done.arrays)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_layer_that_saturates_too_long_falls_back_and_stays_so(tmp_path, capsys, monkeypatch):
     """Scales that are 2^-12 of what they should be, in one of two layers."""
     from mtjax.training import step as step_module
